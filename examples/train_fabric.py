@@ -3,7 +3,7 @@
     python examples/train_fabric.py --devices 2
 
 Kill -9 any of the processes, and watch it come back at its peers' position. Differences from a loop
-for plain "ddp" are marked (1) to (5).
+for plain "ddp" are marked (1) to (4).
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import ft_lightning  # noqa: F401  (1: makes the name known; not needed where it is pip-installed)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -34,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    fabric = Fabric(accelerator="cpu", devices=args.devices, strategy="ft_ddp")  # 2
+    fabric = Fabric(accelerator="cpu", devices=args.devices, strategy="ft_ddp")  # 1
     fabric.launch()
     fabric.seed_everything(1, verbose=False)
     strategy: Any = fabric.strategy
@@ -54,14 +52,14 @@ def main() -> None:
     val = images[1500:], labels[1500:]
 
     seen = {"samples": 0}
-    strategy.register("seen", seen)  # 3: your own state heals with the model
+    strategy.register("seen", seen)  # 2: your own state heals with the model
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler,
              "progress": strategy.progress}  # fmt: skip
     if args.checkpoint is not None and args.checkpoint.exists():
         fabric.load(args.checkpoint, state)
 
     accuracy = 0.0
-    for epoch in strategy.epochs(args.epochs):  # 4: instead of range; follows heals and resumes
+    for epoch in strategy.epochs(args.epochs):  # 3: instead of range; follows heals and resumes
         model.train()
         for batch, target in train:
             time.sleep(args.step_delay)
@@ -71,7 +69,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            if strategy.last_step_committed:  # 5: False if its update was skipped
+            if strategy.last_step_committed:  # 4: False if its update was skipped
                 seen["samples"] += len(batch)
         model.eval()
         with torch.no_grad():

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import ft_lightning  # noqa: F401  (makes the name known; not needed where it is pip-installed)
-
 NOISE = 16
 
 

@@ -3,7 +3,7 @@
     python examples/train_lightning.py --devices 3
 
 starts three replica groups on this machine. Kill -9 any of the processes, and watch the others
-continue and the killed one come back. The two lines that make it fault tolerant are marked.
+continue and the killed one come back. The line that makes it fault tolerant is marked.
 
 Or start the processes yourself, on any machines:
 
@@ -28,8 +28,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-import ft_lightning  # noqa: F401  (1: makes the strategy's name known)
 
 
 class Digits(LightningModule):
@@ -102,7 +100,7 @@ def main() -> None:
     model = Digits(args.step_delay)
     train, val = data(args.batch_size)
     trainer = Trainer(
-        strategy="ft_ddp",  # (2: and this uses it)
+        strategy="ft_ddp",  # this one; the name is known where the package is installed
         accelerator="cpu",
         devices=args.devices,
         max_epochs=args.max_epochs,
