@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lighthouse.client import LighthouseClient
 from tests.ft_lightning.trainer.scenarios import BATCH, BATCHES, Net, Place, Result, Trace, data
+from tests.harness.waiting import until
 
 CHANGED_AT = 4
 
@@ -80,6 +83,18 @@ def endless(place: Place, variant: str) -> Result:
     return trace.result(trainer)
 
 
+def until_another_is_there() -> None:
+    """Until a further replica group is at the lighthouse, in the quorum or to be let in."""
+
+    def there() -> bool:
+        jobs = [x for x in client.status()["jobs"] if x["job_id"] == os.environ["FT_JOB_ID"]]
+        inside = [member for job in jobs for member in job["members"] if not member["gone"]]
+        return len(inside) > 1 or any(job["waiting"] for job in jobs)
+
+    with LighthouseClient(os.environ["TORCHFT_LIGHTHOUSE"]) as client:
+        until(there, "another replica group")
+
+
 def stream(place: Place, variant: str) -> Result:
     """One replica's learning rate goes wrong: it heals in mid-epoch, and its data must follow.
 
@@ -88,6 +103,8 @@ def stream(place: Place, variant: str) -> Result:
 
     class Changing(Net):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if place.tolerant and self.trainer.strategy.num_participants == 1:
+                until_another_is_there()  # its steps take a millisecond: an epoch is soon over
             if place.rank == 1 and self.trainer.global_step == CHANGED_AT and not self.votes:
                 self.votes = 1
                 self.trainer.optimizers[0].param_groups[0]["lr"] = 123.0
