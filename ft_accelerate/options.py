@@ -240,6 +240,7 @@ class FaultTolerancePlugin:
             store_port=place.master_port,
             interface=place.interface,
             compare_steps=place.compare_steps,
+            heartbeat_s=place.heartbeat_s,
         )
 
     def to_env(self) -> dict[str, str]:

@@ -164,6 +164,7 @@ class JobOptions:
             "lighthouse": env.lighthouse,
             "expected_replicas": env.num_groups,
             "compare_steps": env.compare_steps,
+            "heartbeat_s": env.heartbeat_s,
             "group_rank": env.group_rank,
             "group_world_size": env.group_world_size,
             "store_addr": env.master_addr,

@@ -6,6 +6,7 @@ imported, need the names alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ ENV_JOB = "FT_JOB_ID"
 ENV_INTERFACE = "FT_INTERFACE"
 ENV_EVENTS = "FT_EVENT_LOG"
 ENV_COMPARE = "FT_COMPARE_STEPS"
+ENV_HEARTBEAT = "FT_HEARTBEAT_S"
 ENV_WARM = "FT_WARM_START"
 
 ENV_TORCHFT_SECONDS = {
@@ -49,6 +51,8 @@ class ReplicaEnv:
             lighthouse.
         event_log: file for telemetry events (JSON lines); "": none.
         compare_steps: members compare their parameters once in so many steps; 0: never.
+        heartbeat_s: how often a connection to the lighthouse proves that its host is alive; three times that
+            in silence, and it counts as lost. None: derived from the timeout.
     """
 
     lighthouse: str = ""
@@ -63,6 +67,12 @@ class ReplicaEnv:
     interface: str = ""
     event_log: str = ""
     compare_steps: int = COMPARE_STEPS
+    heartbeat_s: float | None = None
+
+    @property
+    def heartbeat_timeout_s(self) -> float | None:
+        """How long such a connection may be silent, for `Timeouts.derive`."""
+        return None if self.heartbeat_s is None else 3 * self.heartbeat_s
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> ReplicaEnv:
@@ -81,6 +91,7 @@ class ReplicaEnv:
             interface=env.get(ENV_INTERFACE, ""),
             event_log=env.get(ENV_EVENTS, ""),
             compare_steps=_int(env, ENV_COMPARE, COMPARE_STEPS),
+            heartbeat_s=_seconds(env, ENV_HEARTBEAT),
         )
 
 
@@ -112,6 +123,14 @@ def slurm_job_id(env: Mapping[str, str], machines: int) -> str:
     """
     whole = machines > 1 and env.get("SLURM_NNODES") == str(machines)
     return env.get("SLURM_JOB_ID", "") if whole else ""
+
+
+def _seconds(env: Mapping[str, str], name: str) -> float | None:
+    text = env.get(name, "")
+    with contextlib.suppress(ValueError):
+        if not text or float(text) > 0:
+            return float(text) if text else None
+    raise ValueError(f"environment variable {name} must be a positive number of seconds, got {text!r}")
 
 
 def _int(env: Mapping[str, str], name: str, default: int) -> int:

@@ -31,7 +31,7 @@ from ft_accelerate.options import (
     switched_off,
     uses,
 )
-from ft_core.environment import SHARED_JOB, new_job_id, slurm_job_id
+from ft_core.environment import SHARED_JOB, ReplicaEnv, new_job_id, slurm_job_id
 from ft_core.launch import rank_group
 from ft_core.launch.supervisor import say, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
@@ -489,7 +489,9 @@ def _serve(made: Launch) -> Any:
         min_replicas=made.plugin.min_replicas,
         expected_replicas=made.plugin.num_replica_groups,
         timeouts=Timeouts.derive(
-            made.plugin.timeout_s, join_timeout_s=max(made.plugin.timeout_s, JOIN_TIMEOUT_S)
+            made.plugin.timeout_s,
+            join_timeout_s=max(made.plugin.timeout_s, JOIN_TIMEOUT_S),
+            heartbeat_timeout_s=ReplicaEnv.read().heartbeat_timeout_s,
         ),
     )
     try:

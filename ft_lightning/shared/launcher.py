@@ -112,13 +112,17 @@ class SupervisorLauncher:
         from lighthouse.config import LighthouseConfig, Timeouts
         from lighthouse.launched import LaunchedLighthouse
 
-        timeout_s = self._job.timeout_s
+        timeout_s, silent_s = self._job.timeout_s, self._job.timeouts.heartbeat_timeout_s
         return LaunchedLighthouse(
             config=LighthouseConfig(
                 min_replicas=self._job.min_replicas,
                 expected_replicas=self._scope.num_groups,
                 # All start now; how long that takes has nothing to do with communication.
-                timeouts=Timeouts.derive(timeout_s, join_timeout_s=max(timeout_s, 60.0)),
+                timeouts=Timeouts.derive(
+                    timeout_s,
+                    join_timeout_s=max(timeout_s, 60.0),
+                    heartbeat_timeout_s=silent_s,
+                ),
             )
         )
 

@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ft_accelerate.options import ENV_SUPERVISOR
-from ft_core.launch.rank_group import group_command
+from ft_core.launch.rank_group import free_port, group_command
 from tests.harness import runs
 from tests.harness.runs import Line, Process, compare_steps, ended
 from tests.harness.waiting import PATIENCE_S
@@ -60,10 +59,8 @@ class Run(runs.Run):
 
     def start_plain(self, world_size: int = 2) -> list[Process]:
         """Plain Accelerate on torch's DistributedDataParallel, the oracle."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
         world = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return [
             self._start({"RANK": str(rank), "LOCAL_RANK": str(rank), **world, **address})
             for rank in range(world_size)

@@ -123,11 +123,19 @@ def test_a_process_finds_its_place_among_all() -> None:
     assert (alone.num_processes, alone.process_index, alone.place.local_rank) == (3, 1, 0)
 
 
-@pytest.mark.parametrize(("said", "steps"), [({}, 1024), ({"FT_COMPARE_STEPS": "0"}, 0)])
-def test_the_cores_variable_says_how_often_states_are_compared(
-    said: dict[str, str], steps: int
-) -> None:
-    assert FaultTolerancePlugin().job(ReplicaEnv.read(said)).compare_steps == steps
+@pytest.mark.parametrize(
+    ("said", "steps", "silence_s"),
+    [({}, 1024, 0.6), ({"FT_COMPARE_STEPS": "0", "FT_HEARTBEAT_S": "0.5"}, 0, 1.5)],
+)
+def test_the_cores_variables_count(said: dict[str, str], steps: int, silence_s: float) -> None:
+    job = FaultTolerancePlugin().job(ReplicaEnv.read(said))
+    assert (job.compare_steps, job.timeouts.heartbeat_timeout_s) == (steps, silence_s)
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "soon"])
+def test_a_heartbeat_is_a_number_of_seconds(said: str) -> None:
+    with pytest.raises(ValueError, match="FT_HEARTBEAT_S must be a positive number of seconds"):
+        ReplicaEnv.read({"FT_HEARTBEAT_S": said})
 
 
 def test_a_hot_spare_reads_a_share_and_has_a_number_of_its_own() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ft_core.environment import ENV_WARM
+from ft_core.environment import ENV_HEARTBEAT, ENV_WARM
 from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
 
@@ -46,8 +46,9 @@ class Run:
         """Start Python with `arguments` in an environment that has `env`, and nothing whose name
         begins as `without` says; as a fork, if it is to run a script or a module."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(without)}
-        cold = {ENV_WARM: "0"}  # see tests/conftest.py
-        env = {**kept, **cold, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+        # See tests/conftest.py; and a busy machine may let ZeroMQ's threads wait for a second.
+        known = {ENV_WARM: "0", ENV_HEARTBEAT: "1"}
+        env = {**kept, **known, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         path = self.log / f"output.{len(self.processes)}"
         process: Process
         with path.open("wb") as output:

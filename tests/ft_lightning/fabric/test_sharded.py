@@ -4,12 +4,12 @@ without faults, and healed shard by shard after them."""
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ft_core.launch.rank_group import free_port
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Run
 from tests.harness.runs import ended
@@ -32,9 +32,7 @@ def test_numbers_are_those_of_the_stock_strategy(
 ) -> None:
     """Bit for bit, also where one rank's part of a step has failed: all ranks try it again."""
     with sharded(tmp_path / "stock", strategy="stock", cases=CASES) as stock:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "4"}
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
         stock.wait(*[stock.start(LOCAL_RANK=str(rank), **world) for rank in range(4)])
     options = {"cases": CASES, "inject": {"2": 1, "3": 2}}
     with sharded(tmp_path / "ours", coordinator.address(), **options) as run:
