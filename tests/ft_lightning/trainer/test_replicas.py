@@ -240,13 +240,17 @@ def test_manual_optimization_repeats_a_discarded_step(tmp_path: Path, lighthouse
 
 
 def test_an_optimizer_that_raises_in_a_training_step_that_goes_on(
-    tmp_path: Path, lighthouse: str
+    tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
     """Parts of the update are done. At the next vote the group differs from its peers: it takes
     their state and place, without a restart."""
-    options = {"manual": True, "max_epochs": 2, "raises": {"3": 1}}
-    with running(tmp_path, lighthouse, **options) as run:
-        run.wait(run.start(0), run.start(1))
+    options = {"manual": True, "max_epochs": 2, "raises": {"3": 1}, "holds": ["step:16"]}
+    with running(tmp_path, coordinator.address(), **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.until_held(0, "step:16")
+        run.until_waiting(coordinator, "1", or_member=True)
+        run.go("step:16")
+        run.wait(zero, one)
     assert [line["step"] for line in run.lines(1, "raised")] == [3]
     assert compare(run.lines(0), run.lines(1)) >= BATCHES
     assert run.end(0)["digest"] == run.end(1)["digest"]
