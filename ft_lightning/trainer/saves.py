@@ -92,6 +92,11 @@ class HeldSaves:
         self.makes_up = False
         """Whether it does that now."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is something that the leader may not have saved yet."""
+        return bool(self._held)
+
     def hold(self, call: Callable[[], object]) -> None:
         """The leader saves or removes a file now. `call()` does it here, should the leader die in it."""
         self._held.append(call)

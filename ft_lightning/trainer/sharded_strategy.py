@@ -29,7 +29,7 @@ from ft_core.collectives.sharded import RetryableShards
 from ft_core.heal import digest
 from ft_lightning.shared.registration import SHARDED
 from ft_lightning.shared.shard_groups import ShardGroupMixin
-from ft_lightning.trainer import healing
+from ft_lightning.trainer import healing, leader
 from ft_lightning.trainer.saves import local_path
 from ft_lightning.trainer.strategy import FTDDPMixin
 from lighthouse.files import remove_whole
@@ -174,7 +174,21 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
             return super()._writes_checkpoint()
         with self.where_ranks_meet():
             leads: bool = self._in_group.from_rank_0(self._still_leads)
+        if leads and self._over:
+            self._checkpoints.make_up()
         return leads
+
+    def _on_takeover(self) -> None:
+        """Rank 0 finds it out, alone. A folder is written by all ranks, where they meet next."""
+        if self._save_distributed_checkpoint:
+            leader.keep_logs(self._trainer)
+        else:
+            super()._on_takeover()
+
+    def teardown(self) -> None:
+        if self._over and self._save_distributed_checkpoint and self._checkpoints.holds:
+            self._writes_checkpoint()
+        super().teardown()
 
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if not self._save_distributed_checkpoint and Path(filepath).is_dir():

@@ -258,6 +258,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         )
         super().setup(trainer)
         self._adopt_model()
+        self._register(schema_of_updates(trainer))
         refuse_lbfgs(self.optimizers)
         if self._votes_each_step:
             self._manager.state.whole = self._driver.is_at_boundary
@@ -304,7 +305,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         """Whether another process writes, whose files this one could write as well: it is at the same
         place of the training, or may take over after it."""
         if self._over:
-            return board.slot().whole and self._ranks_hold == "copies" and self._saves_here
+            return board.slot().whole and self._saves_here
         return self._met and self._manager is not None and self._saves_here
 
     @property
@@ -358,10 +359,15 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._refuse_if_over()
             self._manager.load_state_dict(self._start())
             self._resume_epoch()
-            for key, text in schema(self._trainer).items():
-                self._manager.register_schema(key, text)
+            self._register(schema(self._trainer))
         self._decisions.begin()
         self._adopt_fetcher()
+
+    def _register(self, texts: dict[str, str]) -> None:
+        """What a member must have in common with its peers."""
+        assert self._manager is not None
+        for key, text in texts.items():
+            self._manager.register_schema(key, text)
 
     def _start(self) -> dict[str, Any]:
         known = self._checkpoints.loaded
@@ -570,10 +576,17 @@ def schema(trainer: Any) -> dict[str, str]:
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "precision": str(trainer.precision),
         "gradient clipping": f"{trainer.gradient_clip_val} {trainer.gradient_clip_algorithm}",
+        "optimization": "automatic" if module.automatic_optimization else "manual",
+    }
+
+
+def schema_of_updates(trainer: Any) -> dict[str, str]:
+    """The same, of what `configure_optimizers` has made. To be asked at once: a callback may replace the
+    schedulers later (stochastic weight averaging does, and in a fit that is resumed sooner)."""
+    return {
         "optimizers": ", ".join(type(o).__name__ for o in trainer.optimizers),
         "schedulers": ", ".join(
             f"{type(c.scheduler).__name__} each {c.frequency} {c.interval}"
             for c in trainer.lr_scheduler_configs
         ),
-        "optimization": "automatic" if module.automatic_optimization else "manual",
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "devices": 1,
     "strategy": {"timeout_s": 20},
     "ckpt_path": None,
+    "averages": False,  # stochastic weight averaging, which replaces the schedulers on its way
     "saves": False,  # after each fit, to <log>/final.ckpt
     "validates": False,  # after each fit
     # Places to wait at: "step:<fit>:<global step>", "save:<global step>", "final", "after:<fit>"
@@ -49,7 +51,8 @@ class Model(LightningModule):
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)]
 
 
 class HoldingIO(TorchCheckpointIO):
@@ -89,6 +92,7 @@ def main(options: dict[str, Any]) -> None:
             strategy=make(**options["strategy"]),
             max_epochs=options["epochs"],
             plugins=[HoldingIO(files)],
+            callbacks=[StochasticWeightAveraging(0.01, 1)] if options["averages"] else [],
             default_root_dir=options["log"],
         )
         trainer.fit(model, data(number), data(-number), ckpt_path=options["ckpt_path"])

@@ -42,7 +42,9 @@ OPTIONS: dict[str, Any] = {
     "dies_in_save": False,  # the second rank of the first group that saves: all ranks have written by then
     "options": {},  # of the strategy
     "own_start": False,  # each replica group begins with other parameters
-    "holds": [],  # "step:<global step>"
+    "devices": 1,
+    "after_fit": False,  # each case ends with the script's own save, to <log>/final.ckpt, and a validation
+    "holds": [],  # "step:<global step>", "dies_in_save", "saved"
 }
 GROUPS, RANKS = 2, 2
 SAMPLES, BATCH = 48, 2
@@ -170,7 +172,7 @@ def fit(case: str, options: dict[str, Any], files: Log, **given: Any) -> Trainer
     ckpt_path = given.pop("ckpt_path", None)
     trainer = Trainer(
         accelerator="cpu",
-        devices=GROUPS * RANKS if stock else 1,
+        devices=GROUPS * RANKS if stock else options["devices"],
         strategy=kind(save_distributed_checkpoint=case != "full", **sizes, **options["options"]),
         accumulate_grad_batches=2 if case == "accumulate" else 1,
         gradient_clip_val=None if case == "tensor" else 0.5,  # torch has no norm over two meshes
@@ -187,6 +189,12 @@ def fit(case: str, options: dict[str, Any], files: Log, **given: Any) -> Trainer
 
 
 def train(case: str, options: dict[str, Any], files: Log) -> Trainer:
+    if options["after_fit"]:
+        trainer = fit(case, options, files, callbacks=[Steps()])
+        trainer.save_checkpoint(files.folder / "final.ckpt")
+        files.at("saved")
+        trainer.validate(trainer.lightning_module, trainer.val_dataloaders, verbose=False)
+        return trainer
     if case not in ("folder", "full"):
         return fit(case, options, files, callbacks=[Steps()])
     # A checkpoint of the first epoch, from which another Trainer goes on.
@@ -204,12 +212,18 @@ def train(case: str, options: dict[str, Any], files: Log) -> Trainer:
     return fit(case, options, files, callbacks=[Steps()], max_epochs=2, ckpt_path=str(saved))
 
 
-def die_in_save(files: Log) -> None:
+def die_in_save(files: Log, *, first: bool) -> None:
+    """`first`: before this rank has written, so that the folder has no name yet."""
     write = model_parallel._distributed_checkpoint_save
 
     def dying(state: Any, path: Path) -> None:
+        dies = dist.get_rank() == 1 and not list(files.folder.glob("*.died"))
+        if dies and first:
+            (files.folder / f"{files.name}.died").touch()
+            files.at("dies_in_save")
+            files.die_once(True)
         write(state, path)
-        if dist.get_rank() == 1 and not list(files.folder.glob("*.died")):
+        if dies:
             (files.folder / f"{files.name}.died").touch()
             files.die_once(True)
 
@@ -219,9 +233,10 @@ def die_in_save(files: Log) -> None:
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     files = Log(options["log"], process_name(), options["holds"])
-    files.begin_life()
+    if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the ranks
+        files.begin_life()
     if options["dies_in_save"]:
-        die_in_save(files)
+        die_in_save(files, first=options["after_fit"])
     for case in options["cases"]:
         trainer = train(case, options, files)
         module = trainer.lightning_module

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ft_core.launch.restarts import OVER_EXIT_CODE
+from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import ASKS, running
 from tests.harness import workers
 from tests.harness.script import digest
@@ -76,6 +77,28 @@ def test_a_fit_that_is_over_is_passed_over_with_its_results(
     ]
     assert ended[1] == [ended[0][0], *ended[0]]
     assert {line["fit"] for line in run.lines(1, "trained") if line["pid"] == back.pid} == {2}
+
+
+def test_it_comes_back_by_its_checkpoint_where_a_callback_has_replaced_the_scheduler(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Stochastic weight averaging: a fit that is resumed has no scheduler until its first epoch starts. Its
+    peers, which have begun with one, take it."""
+    options: dict[str, Any] = {"fits": 1, "epochs": 3, "averages": True, "ckpt_path": "last"}
+    address = coordinator.address()
+    with running(tmp_path, address, worker=WORKER, holds=["step:1:6"], **options) as run:
+        first, second = run.start(0), run.start(1)
+        run.until_held(0, "step:1:6")
+        run.until_held(1, "step:1:6")
+        os.kill(second.pid, signal.SIGKILL)
+        run.wait(second, code=-signal.SIGKILL)
+        back = run.start(1)
+        run.until_waiting(coordinator, "1", or_member=True)
+        run.go("step:1:6")
+        run.wait(first, back)
+    (mine,), (theirs,) = run.lines(0, "fits"), run.lines(1, "fits")
+    assert mine["digest"] == theirs["digest"]
+    assert [line["step"] for line in run.lines(1, "trained") if line["pid"] == back.pid][-1] == 11
 
 
 def test_a_leader_dies_in_its_last_save_and_the_next_one_saves_again(

@@ -88,6 +88,26 @@ def test_a_rank_of_the_leading_group_dies_in_the_save_of_a_folder(
     assert (folder.name, len(list(folder.glob("*.distcp")))) == ("first.ckpt", 2)
 
 
+def test_the_leading_group_dies_in_the_scripts_own_save_after_the_fit(tmp_path: Path) -> None:
+    """Which the other group has passed. Its ranks write that folder together, where they meet next."""
+    options: dict[str, Any] = {"after_fit": True, "dies_in_save": True, "devices": 4}
+    options |= {"options": {"keep_state_s": 0, "warm_start": False}}
+    with sharded(tmp_path, holds=["dies_in_save", "saved", "life:2"], **options) as run:
+        supervisor = run.start()
+        run.until(lambda: any(tmp_path.glob("*.died")), "the save")
+        (path,) = tmp_path.glob("*.died")
+        others = [rank for rank in range(4) if rank // 2 != int(path.stem) // 2]
+        for rank in others:
+            run.until_held(rank, "saved")
+        assert not (tmp_path / "final.ckpt").exists()
+        run.go("dies_in_save")
+        run.until(lambda: "is started again" in run.output(), "the supervisor to see it")
+        run.go("saved")
+        run.wait(supervisor)
+    assert [result(run, rank, "plain")["leader"] for rank in others] == [True, False]
+    assert len(list((tmp_path / "final.ckpt").glob("*.distcp"))) == 2
+
+
 def test_a_hot_spare_of_two_ranks_takes_over_within_a_step(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
