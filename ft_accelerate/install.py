@@ -36,9 +36,9 @@ from ft_accelerate.runtime import (
 )
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
-from ft_accelerate.runtime.checkpoint_folders import save_whole
+from ft_accelerate.runtime.checkpoint_folders import named, save_again, save_whole
 from ft_accelerate.runtime.models import FaultTolerantModel
-from ft_accelerate.runtime.process import unless_catching_up, while_active
+from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import EARLY, Phase
 from ft_accelerate.seams import Seam, around
@@ -137,11 +137,6 @@ def _init_state(original: Any, self: Any, cpu: bool = False, **kwargs: Any) -> N
         cpu = cpu or not torch.cuda.is_available()
     original(self, cpu, **kwargs)
     group_shards.mark(self)
-
-
-@while_active
-def _is_main_process(runtime: Runtime, original: Any, self: Any) -> bool:
-    return runtime.leader
 
 
 @while_active
@@ -266,10 +261,15 @@ def _save_state(
     runtime: Runtime, original: Any, self: Any, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if runtime.live:
-        final = save_whole(original, runtime.group_ranks, self, output_dir, *args, **kwargs)
-        if runtime.leader:
-            runtime.saved.remember(final)
-        return final
+        final = named(self, output_dir)
+
+        def write(save: Any) -> Any:
+            written = save(original, runtime.group_ranks, self, final, *args, **kwargs)
+            if runtime.leader:
+                runtime.saved.remember(written)
+            return written
+
+        return runtime.saves.save(lambda: write(save_whole), lambda: write(save_again))
     settings = self.project_configuration
     if settings.automatic_checkpoint_naming:
         self.wait_for_everyone()  # as the original does
@@ -339,7 +339,7 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
 
 SEAMS = (
     Seam("accelerate.state", "PartialState.__init__", ("self", "cpu"), _init_state),
-    Seam("accelerate.state", "PartialState.is_main_process", (), _is_main_process),
+    Seam("accelerate.state", "PartialState.is_main_process", (), is_main),
     Seam("accelerate.state", "PartialState.is_local_main_process", (), _is_local_main_process),
     Seam("accelerate.state", "PartialState.main_process_first", ("self",), _main_process_first),
     Seam("accelerate.state", "PartialState.local_main_process_first", ("self",),
@@ -376,8 +376,8 @@ SEAMS = (
         for name, replace in group_shards.CHECKPOINTS.items()
     ),
     Seam("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory"),
-         unless_catching_up),
-    Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), unless_catching_up),
+         saves),
+    Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), saves),
     Seam("accelerate.accelerator", "Accelerator.init_trackers", (),
          accelerate_trackers.init_trackers),
     Seam("accelerate.accelerator", "Accelerator.log", (), accelerate_trackers.log_row),

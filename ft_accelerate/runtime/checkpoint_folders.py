@@ -34,34 +34,59 @@ OWN = re.compile(r"random_states_\d+\.pkl$|rng_state_\d+\.pth$")
 """Files that each process writes under a name of its own; of all others the main process's count."""
 
 
+def named(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Path | None:
+    """The checkpoint's name, if `save_state(output_dir)` is called now; None: Accelerate says what is wrong.
+
+    Raises ValueError if the next number is taken, as Accelerate does.
+    """
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        return _numbered(accelerator)
+    return None if output_dir is None else Path(os.path.abspath(str(output_dir)))
+
+
 def save_whole(
     original: Callable[..., Any],
     ranks: GroupRanks,
     accelerator: Any,
-    output_dir: str | os.PathLike[str] | None,
+    final: Path | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`original(accelerator, output_dir, ...)`, whole or not at all. Returns the checkpoint's path.
+    """`original(accelerator, final, ...)`, whole or not at all. Returns the checkpoint's path.
 
     Raises as `original`, with nothing written then.
     """
     settings = accelerator.project_configuration
     numbered = settings.automatic_checkpoint_naming
-    if output_dir is None and not numbered:
-        return original(accelerator, output_dir, *args, **kwargs)  # which says what is wrong
-    final = _numbered(accelerator) if numbered else Path(os.path.abspath(str(output_dir)))
+    if final is None:
+        return original(accelerator, final, *args, **kwargs)
     root = Path(settings.project_dir) / FOLDER if numbered else final.parent / FOLDER
 
     def write(draft: Path) -> Path:
         if numbered:
-            return _in_project(draft, original, accelerator, output_dir, *args, **kwargs)
+            return _in_project(draft, original, accelerator, final, *args, **kwargs)
         return Path(original(accelerator, str(draft), *args, **kwargs))
 
     main = publish(final, root, ranks, write, lambda: bool(accelerator.is_main_process))
     if main and numbered:
         _delete_oldest(final.parent, settings.total_limit)
     return final
+
+
+def save_again(
+    original: Callable[..., Any], ranks: GroupRanks, accelerator: Any, final: Path, *args: Any, **kwargs: Any
+) -> Any:
+    """As `save_whole`, when the others, and the numbers of checkpoints, are further on. One with a number
+    that is there is whole."""
+    settings = accelerator.project_configuration
+    numbered, iteration = settings.automatic_checkpoint_naming, settings.iteration
+    if numbered and final.exists():
+        return final
+    settings.automatic_checkpoint_naming = False
+    try:
+        return save_whole(original, ranks, accelerator, final, *args, **kwargs)
+    finally:
+        settings.automatic_checkpoint_naming, settings.iteration = numbered, iteration
 
 
 def publish(

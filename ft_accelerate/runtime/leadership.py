@@ -53,6 +53,8 @@ class Leadership:
         """Whether this process is the main one of its quorum, also while it catches up."""
         self.group_leads = first
         """Whether it is in the replica group of that one, as far as it knows."""
+        self.main = -1
+        """Number of the main process, as this quorum's first event has told; -1: before it."""
         self.denied = 0
         """How often this process was asked whether it is the main one, and was not."""
         self._position, self._speaks = position, speaks
@@ -102,8 +104,8 @@ class Leadership:
     def decide(self, part: Participation | None, index: int, whole: Mapping[int, bool]) -> None:
         """The headers of this quorum are there. `index`: of this process; `whole`: what `main_of` asks for."""
         self._led_in = NO_QUORUM if part is None else part.quorum_id
-        contributes = part is not None and part.rank is not None
-        self._take(contributes and main_of(whole) // self._size == index // self._size)
+        contributes, self.main = part is not None and part.rank is not None, main_of(whole)
+        self._take(contributes and self.main // self._size == index // self._size)
 
     def _take(self, leads: bool) -> None:
         self.group_leads, self.holds = leads, leads and self._speaks

@@ -49,6 +49,24 @@ def unless_catching_up(runtime: Runtime, original: Any, *args: Any, **kwargs: An
     return original(*args, **kwargs) if runtime.live else None
 
 
+@while_active
+def is_main(runtime: Runtime, original: Any, self: Any) -> bool:
+    """Whether this is the main process."""
+    leads = runtime.leader
+    if not leads and runtime.live and not runtime.position.active:
+        runtime.saves.denied()
+    return leads
+
+
+@while_active
+def saves(runtime: Runtime, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """What only the main process writes: the next one does, if it dies in it. Nothing, where the peers have
+    done this already."""
+    if not runtime.live:
+        return None
+    return runtime.saves.save(lambda: original(*args, **kwargs))
+
+
 def activate() -> Runtime | None:
     """Make the runtime if the environment asks for it; idempotent. Raises ValueError."""
     global _runtime

@@ -31,6 +31,7 @@ from ft_accelerate.runtime import peer_state as states
 from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, TrackerRuns
+from ft_accelerate.runtime.main_saves import Saves
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel, Prepared, freeze, thaw
 from ft_accelerate.runtime.saved_position import SavedPosition
 from ft_accelerate.runtime.script_position import (
@@ -110,6 +111,7 @@ class Runtime:
             first=ranks.number == 0 and (supervision.restarts == 0 or ranks.is_only_group),
             heals_variables=lambda: bool(self.on_live),
         )
+        self.saves = Saves(self.leadership)
         self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._has_turn = False
         self._at = "fetch"
@@ -166,9 +168,7 @@ class Runtime:
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
         """Let one process of this job and machine in at a time: there is no quorum before training.
-
-        Reentrant.
-        """
+        Reentrant."""
         if self._has_turn:
             yield
             return
@@ -214,10 +214,8 @@ class Runtime:
     # ------------------------------------------------------------------ a batch is asked for
 
     def at_fetch(self, loader: Any, iteration: Iteration) -> None:
-        """Before the next batch: where windows begin, and where a process that is behind arrives.
-
-        Raises `Elsewhere` as `ScriptPosition.leap`.
-        """
+        """Before the next batch: where windows begin, and where a process that is behind arrives. Raises
+        `Elsewhere` as `ScriptPosition.leap`."""
         position = self.position
         while True:
             if position.phase is Phase.FAST_FORWARD:
@@ -257,10 +255,8 @@ class Runtime:
             optimizer.zero_grad()
 
     def _go_live_if_there(self) -> None:
-        """Go live if the peers have done no more than this script.
-
-        One that has left the quorum meanwhile asks them first: they have gone on.
-        """
+        """Go live if the peers have done no more than this script. One that has left the quorum meanwhile
+        asks them first: they have gone on."""
         if self.live or self._aside:
             return
         target, missed = self.position.target, self.position.missed
@@ -506,6 +502,8 @@ class Runtime:
                 runs.told(quorum_id)
             else:
                 runs.hear(outcome.control)
+        if committed:
+            self.saves.committed()
         return committed
 
     @property
@@ -584,8 +582,8 @@ class Runtime:
         self.manager = manager
 
     def _take_start(self, state: dict[str, Any]) -> None:
-        """Begin with the state of this group's rank 0, as with DistributedDataParallel. A pass over data that is under way takes over that process's shuffling, too.
-        """
+        """Begin with the state of this group's rank 0, as with DistributedDataParallel. A pass over data
+        that is under way takes over that process's shuffling, too."""
         generators = states.generators(self.prepared.accelerators)
         before = [generator.get_state() for generator in generators]
         states.restore(self.prepared.accelerators, state, models=not self.group_ranks.shards)
@@ -697,3 +695,5 @@ class Runtime:
         self._leave_for_good(finished=finished)
         if self._sink is not None:
             self._sink.close()
+        if finished:
+            self.saves.outlive(slot())

@@ -61,7 +61,7 @@ from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
 from ft_accelerate.runtime.divided_data import skips_by_index
 from ft_accelerate.runtime.models import FollowsTheScript
-from ft_accelerate.runtime.process import unless_catching_up, while_active
+from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import Elsewhere, ScriptPosition
 from ft_accelerate.runtime.succession import owed_hooks
@@ -85,6 +85,15 @@ KNOWN = "transformers 4.57 to 5.23"
 def watch() -> None:
     """Hook into `transformers.trainer` when (or if) it is imported; idempotent."""
     when_imported("transformers.trainer", _on_trainer)
+    for name in MODELS:
+        when_imported(name, _on_models)
+
+
+def _on_models(module: ModuleType) -> None:
+    """Its models' `save_pretrained`, if it has one that is told which process is the main one."""
+    seam = MODELS[module.__name__]
+    if not seam.moved():
+        seams.put((seam,), "another transformers")
 
 
 def _on_trainer(module: ModuleType) -> None:
@@ -164,11 +173,6 @@ def _know_the_best(trainer: Any, runtime: Runtime) -> bool:
 
 
 @while_active
-def _is_leader(runtime: Runtime, original: Any, self: Any) -> bool:
-    return runtime.leader
-
-
-@while_active
 def _call_event(
     runtime: Runtime, original: Any, self: Any, event: str, args: Any, state: Any, control: Any,
     **kwargs: Any,
@@ -177,6 +181,35 @@ def _call_event(
         return control
     state.is_world_process_zero = state.is_local_process_zero = runtime.leader
     return owed_hooks(self).call(runtime, original, self, event, args, state, control, **kwargs)
+
+
+@while_active
+def _save_model(
+    runtime: Runtime, original: Any, self: Any, output_dir: Any = None, _internal_call: bool = False
+) -> Any:
+    def write() -> Any:
+        return original(self, output_dir, _internal_call)
+
+    if not runtime.live:
+        return write()
+    # Checkpoints are published by whichever process leads, and the best one again.
+    return runtime.saves.save(write, hold=not _internal_call)
+
+
+@while_active
+def _save_pretrained(
+    runtime: Runtime, original: Any, self: Any, save_directory: Any, is_main_process: bool = True,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Scripts call it with `is_main_process=accelerator.is_main_process`."""
+
+    def write(main: bool) -> Any:
+        return original(self, save_directory, main, *args, **kwargs)
+
+    if is_main_process or not runtime.live:
+        return write(is_main_process)
+    runtime.saves.seen()
+    return runtime.saves.save(lambda: write(False), lambda: write(True))
 
 
 def _with_our_barrier(dist: Any) -> Any:
@@ -447,6 +480,12 @@ SEAMS = (
         Seam("transformers.trainer", name, ("fsdp_plugin", "accelerator"), replace)
         for name, replace in group_shards.CHECKPOINTS.items()
     ),
+    Seam("transformers.trainer", "Trainer.save_model", ("self", "output_dir", "_internal_call"),
+         _save_model),
+    *(
+        Seam("transformers.trainer", f"Trainer.{name}", ("self",), saves)
+        for name in ("save_state", "save_metrics", "create_model_card", "push_to_hub")
+    ),
     Seam("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir"),
          unless_catching_up),
     Seam("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial"), _checkpoint),
@@ -459,8 +498,8 @@ SEAMS = (
          instead=Seam("transformers.trainer", "Trainer._rotate_checkpoints",
                       ("self", "use_mtime", "output_dir"))),
     Seam("transformers.trainer_callback", "TrainerState.save_to_json", ("self", "json_path")),
-    Seam("transformers.trainer", "Trainer.is_world_process_zero", ("self",), _is_leader),
-    Seam("transformers.trainer", "Trainer.is_local_process_zero", ("self",), _is_leader),
+    Seam("transformers.trainer", "Trainer.is_world_process_zero", ("self",), is_main),
+    Seam("transformers.trainer", "Trainer.is_local_process_zero", ("self",), is_main),
     Seam("transformers.trainer", "dist", (), _with_our_barrier),
     Seam("transformers.trainer_pt_utils", "dist", (), _over_quorum),
     Seam("transformers.trainer_pt_utils", "distributed_concat", ("tensor",)),
@@ -468,8 +507,8 @@ SEAMS = (
          _call_event),
     Seam("transformers.trainer_callback", "TrainerState.load_from_json"),
     Seam("transformers.trainer_callback", "ExportableState.state", ("self",)),
-    Seam("transformers.training_args", "TrainingArguments.should_save", (), _is_leader),
-    Seam("transformers.training_args", "TrainingArguments.should_log", (), _is_leader),
+    Seam("transformers.training_args", "TrainingArguments.should_save", (), is_main),
+    Seam("transformers.training_args", "TrainingArguments.should_log", (), is_main),
 )  # fmt: skip
 
 
@@ -558,3 +597,12 @@ ENTRY_SEAMS = (
     ),
     Seam("transformers.trainer", "Trainer._prepare_inputs", ("self",)),
 )  # fmt: skip
+
+MODELS = {
+    module: Seam(module, f"{model}.save_pretrained", ("self", "save_directory", "is_main_process"),
+                 _save_pretrained)
+    for module, model in (
+        ("transformers.modeling_utils", "PreTrainedModel"), ("peft.peft_model", "PeftModel"),
+        ("diffusers.models.modeling_utils", "ModelMixin"),
+    )
+}  # fmt: skip

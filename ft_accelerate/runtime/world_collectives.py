@@ -30,6 +30,7 @@ from ft_accelerate.runtime.checked_collectives import (
     check_alike,
     present,
 )
+from ft_accelerate.runtime.main_saves import LIBRARIES
 from ft_accelerate.runtime.process import active, current
 from ft_core.collectives.allreduce import fill_neutral
 
@@ -349,7 +350,6 @@ INSTEAD = {
     "reduce_scatter": "accelerator.reduce",
     "reduce_scatter_tensor": "accelerator.reduce",
 }
-_LIBRARIES = ("torch", "accelerate", "transformers", "trl", "peft", "datasets", "ft_accelerate")
 
 
 def refuse_own_use(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -359,7 +359,7 @@ def refuse_own_use(name: str, original: Callable[..., Any]) -> Callable[..., Any
         runtime = active()
         if runtime is not None and runtime.num_processes > 1:
             caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            if not _has_own_group(kwargs.get("group"), args) and caller not in _LIBRARIES:
+            if not _has_own_group(kwargs.get("group"), args) and caller not in LIBRARIES:
                 raise RuntimeError(
                     f"torch.distributed.{name} reaches this process only, not the "
                     f"{runtime.num_processes} processes that train together: use "

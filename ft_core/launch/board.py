@@ -199,6 +199,16 @@ class Slot:
             return False
         return self._at == min((at for at in living if self._get(at + _OVER_AT)), default=-1)
 
+    def leader_writes(self) -> bool:
+        """Whether the process that writes for all lives, as far as is known, and has not come to its end.
+        Never where other machines train, too."""
+        if self._memory is None or not self._whole:
+            return False
+        return any(
+            self._get(at + _LEADS_AT) and not self._get(at + _OVER_AT) and not self._get(at + _DEAD_AT)
+            for at in range(0, len(self._memory), _SLOT_BYTES)
+        )
+
     def tell(self, card: Mapping[str, Any], rank: int = 0) -> bool:
         """Put the card of a rank of this child on the board; False: there is no board, or it does not fit."""
         text = json.dumps(card).encode()

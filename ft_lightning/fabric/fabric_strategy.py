@@ -28,6 +28,7 @@ from ft_core.environment import SHARED_JOB
 from ft_core.heal import digest
 from ft_core.launch import board
 from ft_core.launch.supervisor import say
+from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
 from ft_lightning.fabric.fabric_step import FabricStepMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Where, WindowPlace, follow, is_placeable
@@ -36,7 +37,7 @@ from ft_lightning.shared.registration import NAME
 from ft_lightning.shared.strategy_base import NoLongerLeads, refuse_lbfgs
 from ft_lightning.shared.topology import Role
 from ft_lightning.trainer.batches import adopt, sharding_sampler
-from ft_lightning.trainer.saves import HeldSaves, copied, write_whole
+from ft_lightning.trainer.saves import copied, write_whole
 from lighthouse.files import machine_file, replace_whole
 
 log = logging.getLogger("ft_lightning")

@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import GroupBroken
+from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
 from ft_lightning.shared.strategy_base import NoLongerLeads, act_as_leader
 from ft_lightning.shared.topology import Scope
@@ -33,7 +34,7 @@ from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.csv_rows import keep_metrics
 from ft_lightning.trainer.loggers import Loggers, released
 from ft_lightning.trainer.resumption import Resumption
-from ft_lightning.trainer.saves import HeldSaves, versions, with_copied_buffers, write_whole
+from ft_lightning.trainer.saves import versions, with_copied_buffers, write_whole
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base

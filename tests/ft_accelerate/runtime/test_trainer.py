@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 from tests.ft_accelerate.installed import installed
+from tests.harness.script import digest
 from tests.harness.trackers import (
     in_mlflow,
     in_tensorboard,
@@ -28,6 +28,7 @@ from tests.harness.waiting import PATIENCE_S
 from tests.harness.workers import start
 
 pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 HERE = Path(__file__).parent
 TRAINER = HERE / "trainer_script.py"
@@ -234,15 +235,18 @@ def test_all_die_and_the_job_goes_on_from_the_checkpoint_that_it_has_written(
     same(found[0], expected[0])
 
 
-def test_the_exit_code_says_that_the_main_process_has_died_in_the_scripts_own_save(
-    tmp_path: Path,
-) -> None:
-    """In `save_model` after `train`, which the other has passed. It used to be 0."""
+def test_the_main_process_dies_in_the_scripts_last_save_and_the_other_writes(tmp_path: Path) -> None:
+    """In `save_model` after `train`, which the other has passed, as the rest of the script: nothing was
+    written, and the exit code was that of SIGKILL."""
     command = launched(TRAINER, tmp_path, 2, {}, "--max_steps", "4", "--save_model")
-    env = installed(tmp_path / "site", TRAINER_KILLS="0:0:writing:2")
-    said = run(command, env, tmp_path, 128 + signal.SIGKILL)
-    assert "no other has taken over: what it had not written is missing" in said
-    assert (tmp_path / "1.end").exists()
+    env = installed(tmp_path / "site", TRAINER_KILLS="0:0:writing_last:1")
+    said = run(command, env, tmp_path)
+    assert "was killed by SIGKILL" in said
+    written = load_file(tmp_path / "final" / "model.safetensors")
+    written["lm_head.weight"] = written["transformer.wte.weight"]  # tied
+    assert digest(written) == json.loads((tmp_path / "1.end").read_text())["weights"]
+    for name in ("train_results.json", "trainer_state.json"):
+        assert (tmp_path / "checkpoints" / name).exists(), name
 
 
 def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:

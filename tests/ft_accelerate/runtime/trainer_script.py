@@ -81,10 +81,16 @@ class Model(GPT2LMHeadModel):
     """A model in whose saving a process may die."""
 
     kill: Any = None
+    other: Path
+    """What the other process writes at its end."""
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        super().save_pretrained(*args, **kwargs)
+    def save_pretrained(self, folder: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(folder, *args, **kwargs)
         if self.kill.event == "writing":
+            self.kill.count()
+        if self.kill.event == "writing_last" and Path(folder).name == "final":
+            (Path(folder) / "model.safetensors").write_bytes(b"half")
+            await_(self.other.exists)
             self.kill.count()
 
 
@@ -169,7 +175,7 @@ def main() -> None:
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--scheduler", default="cosine")
     parser.add_argument("--fsdp", action="store_true")
-    parser.add_argument("--save_model", action="store_true")  # and wait until a process is killed
+    parser.add_argument("--save_model", action="store_true")
     options = parser.parse_args()
     out = Path(options.out)
     torch.manual_seed(0)
@@ -179,6 +185,7 @@ def main() -> None:
     )  # fmt: skip
     model = Model(config)
     model.kill, watch = Kill(), Watch()
+    model.other = out / "1.end"
     save = options.save_steps or 10_000
     arguments = TrainingArguments(
         output_dir=str(out / "checkpoints"),
@@ -218,7 +225,8 @@ def main() -> None:
     result = trainer.train(resume_from_checkpoint=options.resume or None)
     if options.save_model:
         trainer.save_model(str(out / "final"))
-        await_(lambda: "was killed by SIGKILL" in (out / "output").read_text())
+        trainer.save_metrics("train", {"train_loss": result.training_loss})
+        trainer.save_state()
     report(trainer, result.training_loss, watch.torn, out)
 
 
