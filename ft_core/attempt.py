@@ -178,7 +178,7 @@ class Attempts:
             self.step.part = self.part(status)
             if may_show and self._card is not None:
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
-        elif not in_step or status.stage is Stage.MEMBER:
+        elif not in_step or status.stage is Stage.MEMBER or self._state.sharded():
             self.enter()
 
     def enter(self, *, before_vote: bool = False) -> None:

@@ -151,6 +151,12 @@ class State:
         """All parts by key: what their functions return, not copied."""
         return {key: save() for key, save in self.parts()}
 
+    def sharded(self) -> bool:
+        """Whether it holds shards (DTensors). Those are read at a step's boundary only: to ask for what
+        FSDP has gathered in forward frees memory that backward still needs, and a rank that was not asked
+        would then run other collectives than its siblings."""
+        return bool(shardings(self.save()))
+
     def first_lineage(self, options: JobOptions) -> str:
         """Of a start without history: equal states have the same one, and need no transfer. Without
         `init_sync` they are equal in all members, and not looked at."""

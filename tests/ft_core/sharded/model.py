@@ -21,13 +21,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next of `vocabulary` tokens. `tied`: embedding and head share their weights."""
+    """Predicts the next of `vocabulary` tokens. `tied`: embedding and head share their weights. The first norm
+    is the root's own, whose backward comes last and needs the weight that forward has gathered."""
 
     def __init__(
         self, *, vocabulary: int = 32, width: int = 16, depth: int = 2, tied: bool = False
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
+        self.norm = nn.LayerNorm(width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:
@@ -35,7 +37,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, *, skip: bool = False) -> Tensor:
         """The loss of a batch. `skip`: the last block is not used."""
-        x = self.embedding(tokens)
+        x = self.norm(self.embedding(tokens))
         for block in self.blocks[:-1] if skip else self.blocks:
             x = block(x)
         logits: Tensor = self.head(x)
