@@ -196,7 +196,8 @@ class HeldSaves:
         self._held.append(call)
 
     def settled(self) -> None:
-        """The leader has voted since, or this process is about to change the state: it has saved."""
+        """The leader has voted since, or agreed to something, or this process is about to change the state: it
+        has saved."""
         self._held.clear()
         self._older = 0
 

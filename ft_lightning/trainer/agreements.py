@@ -37,9 +37,17 @@ Round = Callable[[bytes | None, bool], tuple[list[bytes], int | None] | None]
 class Rounds:
     """What is agreed at the ends of validations and epochs. The loop's thread."""
 
-    def __init__(self, trainer: Any, decisions: Decisions, round_of: Round | None) -> None:
-        """`round_of(mine, last)`: one round, see `StepDriver.round`; None: no agreements."""
+    def __init__(
+        self,
+        trainer: Any,
+        decisions: Decisions,
+        round_of: Round | None,
+        settled: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`round_of(mine, last)`: one round, see `StepDriver.round`; None: no agreements. `settled()` is called
+        when all members have come past the callbacks that save."""
         self._trainer, self._decisions, self._round = trainer, decisions, round_of
+        self._settled = settled
         self.divided = False
         """Whether the validation under way is divided: then its members meet to tally."""
 
@@ -106,6 +114,7 @@ class Rounds:
         result = self.gather(bool(self._decisions.stop_wished), last=last)
         if result is not None:
             self._decisions.agree_to_stop(any(result[0]))
+            self._settled()
 
     def _agree(self, summed: Callable[[Any], bool]) -> None:
         """Replace what callbacks and schedulers see by values that are equal in all groups.

@@ -7,7 +7,8 @@
 | is evicted, and leads again | it writes it then |
 
 A process holds a save until it knows that the leader has made it: until the leader has voted for a later
-step. After a Trainer's fit nobody votes, and it holds until the next one what the script saves.
+step, or has met the others at the end of the validation or the epoch. After a Trainer's fit nobody votes, and
+it holds until the next one what the script saves.
 """
 
 from __future__ import annotations

@@ -247,7 +247,12 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._driver = self._make_driver(trainer)
         agrees = self._agrees
         self._decisions.alone = not agrees
-        self._rounds = Rounds(trainer, self._decisions, self._driver.round if agrees else None)
+        self._rounds = Rounds(
+            trainer,
+            self._decisions,
+            self._driver.round if agrees else None,
+            settled=self._checkpoints.settled,
+        )
         if agrees:
             self._driver.meets_next = self._rounds.follow
         if self._options.validation == "sharded":

@@ -148,7 +148,8 @@ def test_the_leader_dies_after_the_fit_and_what_it_logged_stays(tmp_path: Path) 
 
 
 def test_the_leader_dies_in_the_scripts_own_save_after_the_fit(tmp_path: Path) -> None:
-    """Which the other has passed: it writes that file when it writes on, after the fit."""
+    """Which the other has passed: it writes that file when it writes on, after the fit. No older one: the
+    leader had met it since."""
     options: dict[str, Any] = {"fits": 1, "devices": 2, "saves": True, "validates": True}
     with running(tmp_path, worker=WORKER, holds=["final", "after:1", "life:2"], **options) as run:
         supervisor = run.start()
@@ -156,12 +157,15 @@ def test_the_leader_dies_in_the_scripts_own_save_after_the_fit(tmp_path: Path) -
         leader = 0 if run._is_held(0, "final") else 1
         run.until_held(1 - leader, "after:1")
         assert not (tmp_path / "final.ckpt").exists()
+        (before,) = tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt")
+        written = before.stat()
         os.kill(run.lines(leader, "fits")[0]["pid"], signal.SIGKILL)
         run.until(lambda: "was killed by SIGKILL" in run.output(), "the supervisor to see it")
         run.go("final")
         run.go("after:1")
         run.wait(supervisor)
         (done,) = run.lines(1 - leader, "fits")
+    assert before.stat().st_ino == written.st_ino
     checkpoint = torch.load(tmp_path / "final.ckpt", weights_only=False)
     state = {f"net.{name}": checkpoint["state_dict"][f"net.{name}"] for name in ("weight", "bias")}
     assert digest(state) == done["digest"]
