@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from typing import Any
 from live_view import View, names_in, summary_table
 from run_record import faults_of, summarize
 
+import ft_core
 from ft_core.launch.run_record import Life, Run, draw
 from ft_core.launch.warm.starter import warm_starts
 from lighthouse import LighthouseConfig, LighthouseServer
@@ -35,6 +37,8 @@ from lighthouse.config import Timeouts
 from lighthouse.machine.job import Note
 
 HERE = Path(__file__).resolve().parent
+OWN_PACKAGES = str(Path(ft_core.__file__).resolve().parents[1])
+"""Of this process: its template imports them, and forks no process that would have others."""
 MAX_REASON_CHARS = 90
 KILL_AFTER = 1.1
 """When to kill, in step delays after a commit: gradients travel then, and the others lose most."""
@@ -43,6 +47,7 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 def main() -> int:
     options = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: its processes end with it
     options.out.mkdir(parents=True, exist_ok=True)
     for old in options.out.glob("result-*.json"):
         old.unlink()
@@ -145,7 +150,7 @@ class Demo:
         reading, writing = os.pipe()
         env = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES}
         env |= {
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([OWN_PACKAGES, os.environ.get("PYTHONPATH", "")]),
             "REPLICA_GROUP_ID": str(group),
             "NUM_REPLICA_GROUPS": str(self._options.replicas),
             "TORCHFT_LIGHTHOUSE": self._lighthouse,

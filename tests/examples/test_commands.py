@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +81,25 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert set(steps) == {"0", "1"}
     assert steps["0"] == steps["1"]
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_demonstration_takes_its_processes_with_it_when_it_is_told_to_end(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, str(ROOT / "examples/survive_kill.py"), "--replicas", "2"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        started: list[int] = []
+        for line in demo.stdout:
+            started += map(int, re.findall(r"started: process (\d+)", line))
+            if len(started) == 2:
+                break
+        demo.send_signal(signal.SIGTERM)
+        demo.stdout.read()
+    left = [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(started) == 2 and not left
+    assert demo.returncode == 128 + signal.SIGTERM
