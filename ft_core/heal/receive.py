@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ft_core.heal.format import Manifest, byte_view
+from ft_core.heal.format import MEMORY, Manifest, byte_view
 from ft_core.heal.protocol import Chunk, Extent, HealError
 from ft_core.process_group.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 
@@ -109,15 +108,13 @@ class Receiver:
     def _allocate(self) -> None:
         layout = self._manifest.layout
         self._host[0] = torch.empty(layout.segment_bytes[0], dtype=torch.uint8)
-        for index, (spec, place) in enumerate(
-            zip(self._manifest.specs, layout.places, strict=True)
-        ):
+        for index, place in enumerate(layout.places):
             if place.segment == 0:
                 continue
             tensor = self._tensors[index]
             if tensor is None:
-                tensor = torch.empty(spec.shape, dtype=spec.dtype)
-                self._tensors[index] = tensor
+                spec = self._manifest.specs[index]
+                tensor = self._tensors[index] = torch.empty(spec.shape, dtype=spec.dtype)
             if tensor.device.type not in ("cpu", "cuda"):
                 raise HealError(
                     f"into= holds a tensor on {tensor.device}; only CPU and CUDA can be healed in "
@@ -145,18 +142,16 @@ class Receiver:
             lane.finish()
         pool = self._host[0]
         pool_start = pool.data_ptr()
-        for index, (spec, place) in enumerate(
-            zip(self._manifest.specs, layout.places, strict=True)
-        ):
-            segment, offset, nbytes = place
+        for index, (segment, offset, nbytes) in enumerate(layout.places):
             if segment != 0:
                 continue
             target = self._tensors[index]
             if target is None:
-                target = torch.empty(spec.shape, dtype=spec.dtype)
-                self._tensors[index] = target
+                spec = self._manifest.specs[index]
+                target = self._tensors[index] = torch.empty(spec.shape, dtype=spec.dtype)
             if nbytes and target.is_cpu:  # contiguous, as all in `direct`
-                ctypes.memmove(target.data_ptr(), pool_start + offset, nbytes)
+                to, source = target.data_ptr(), pool_start + offset
+                MEMORY[to : to + nbytes] = MEMORY[source : source + nbytes]
             elif nbytes:
                 byte_view(target.data).copy_(pool[offset : offset + nbytes])
         tensors = [tensor for tensor in self._tensors if tensor is not None]
