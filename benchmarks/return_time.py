@@ -219,13 +219,18 @@ def await_(path: Path, wanted: Callable[[Event], bool], process: subprocess.Pope
     """The first of these events that a process writes."""
     deadline, at = time.monotonic() + LIMIT_S, 0
     while time.monotonic() < deadline and process.poll() is None:
-        text = path.read_text()[at:].rpartition("\n")[0] if path.exists() else ""
+        text = b""
+        if path.exists():
+            with path.open("rb") as written:  # all of it each time would take the trainers' cores
+                written.seek(at)
+                text = b"".join(written.read().rpartition(b"\n")[:2])
         at += len(text)
         for line in text.splitlines():
-            if line and wanted(event := json.loads(line)):
+            if wanted(event := json.loads(line)):
                 return event
         time.sleep(0.2)
-    raise RuntimeError(Path(f"{path}.output").read_text()[-2000:])
+    ended = f"the process ended with code {process.poll()}, or {LIMIT_S:g} s were over"
+    raise RuntimeError(f"{ended}: {Path(f'{path}.output').read_text()[-2000:]}")
 
 
 def events(path: Path) -> Iterator[Event]:
