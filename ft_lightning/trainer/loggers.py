@@ -2,7 +2,7 @@
 
 | this process | its rows (`log_metrics`) | other methods | `experiment` |
 |---|---|---|---|
-| waits for the first quorum | nothing: the leader is not known | nothing | a dummy |
+| waits for the first quorum | it keeps them: the leader is not known | nothing | a dummy |
 | follows | it keeps the last of them | the logger's own, which do nothing | the logger's dummy |
 | leads, and the logger is being opened | wait | wait | waits |
 | leads | the logger's own | the logger's own | the logger's own |
@@ -99,14 +99,14 @@ class Relay:
 
     def call(self, name: str, args: Any, kwargs: Any) -> Any:
         """A method of the logger."""
-        if self._is_silent():
-            return None
         if self._writes() and not self._still_leads():
             self.follow()
-        if self.part is Part.FOLLOWS and name == "log_metrics":
+        if self.part in (Part.WAITS, Part.FOLLOWS) and name == "log_metrics":
             row = _row(*args, **kwargs)
             if row is not None:
                 self._rows.append(row)
+        if self._is_silent():
+            return None
         if self._opening is not None and not self._opening.here:
             later = partial(self._call, name, args, kwargs)
             if name != "finalize" and self._opening.call(later):
@@ -187,8 +187,15 @@ class Relay:
         self.part = Part.LEADS
         if takes_over:
             self._opening = Opening("ft_lightning logger", self._open, self._fail)
-        else:
+
+    def begin(self) -> None:
+        """This process is the first to write in this fit: write what it logged before the first quorum."""
+        if self._rows:
+            self._last = _last_steps(self.logger)  # of a fit that goes on
+            for row in self._rows:
+                self._call("log_metrics", row, {})
             self._rows.clear()
+            self._last = None
 
     def _open(self) -> None:
         keep_metrics(self.logger)
@@ -266,6 +273,11 @@ class Loggers:
                 relay.lead(takes_over=takes_over)
             else:
                 relay.follow()
+
+    def begin(self) -> None:
+        """As `Relay.begin`, of all."""
+        for relay in self._relays:
+            relay.begin()
 
     def leave(self) -> None:
         """As `Relay.leave`, of all."""

@@ -469,6 +469,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             log_hyperparams = self._from("loggers.utilities")._log_hyperparams
             with self._in_group.local_only():
                 leader.begin(self._trainer, log_hyperparams, takes_over=self._met)
+                if self._loggers is not None and not self._met:
+                    self._loggers.begin()
                 self._skipped.run(self._trainer)
             if self._met:
                 self._resumption.took_over()

@@ -105,7 +105,8 @@ def test_trackers_go_on_though_the_leader_is_killed_twice(tmp_path: Path, lighth
         run.wait(groups[2])
         run.wait(groups[0], groups[1], code=-signal.SIGKILL)
     every = list(range(2 * -(-SAMPLES // BATCH // 3)))
-    for name in ("train_loss", "device/batches_per_sec"):
+    assert in_csv(tmp_path / "last", "lr-AdamW") == [0, len(every) // 2]
+    for name in ("train_loss", "device/batches_per_sec", "lr-AdamW"):
         assert in_csv(tmp_path / "first", name) == in_csv(tmp_path / "last", name)
     found = {"first": in_csv(tmp_path / "first", "train_loss")}
     if "tensorboard" in trackers:

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch import callbacks as stock_callbacks
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ThroughputMonitor,
+)
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -306,6 +311,7 @@ def run(options: dict[str, Any]) -> Trainer:
         )
     if options["trackers"]:
         callbacks += [Clock(), ThroughputMonitor(lambda batch: len(batch[0]))]
+        callbacks.append(LearningRateMonitor("epoch"))  # its first row is older than the first quorum
     if options["logs"]:
         if hasattr(stock_callbacks, "EMAWeightAveraging"):  # Lightning 2.6
             callbacks.append(stock_callbacks.EMAWeightAveraging(decay=0.9))
