@@ -18,7 +18,13 @@ from functools import partial
 
 from ft_core.collectives.allreduce import find_weight
 from ft_core.config import JobOptions
-from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
+from ft_core.errors import (
+    GroupLeft,
+    ProcessGroupError,
+    QuorumUnavailable,
+    StepInDoubt,
+    TooManyDiscards,
+)
 from ft_core.heal.compared import ComparedState, Digest
 from ft_core.heal.objects import naming_option
 from ft_core.launch import kept_files
@@ -269,8 +275,10 @@ class Attempts:
 
     def _tell_error(self, reason: str) -> None:
         """Any thread: the step has failed, tell the others now."""
+        error, since = self.step.error, self.step.bound_at
         if self._session is not None:
-            self._session.control.submit(events.Fail(reason))
+            waits = since is not None and isinstance(error, ProcessGroupError)
+            self._session.fail(reason, time.monotonic() - (since or 0.0) if waits else 0.0)
 
     # ------------------------------------------------------------------ the way out
 

@@ -247,10 +247,7 @@ class Session:
         can no longer be reached. (What follows from it, when to look again)."""
         if status.attempt is not Attempt.BOUND:
             return [], None
-        view, limits = status.view, self._options.timeouts
-        healing = view is not None and any(m.healing for m in view.members)
-        patience_s = limits.heal_timeout_s if healing else limits.timeout_s
-        waited_s = self._waited_s(now)
+        patience_s, waited_s = self._patience_s(status), self._waited_s(now)
         if waited_s < LOOK_EVERY_S:
             return [], None
         missed = self.plane.unanswered()
@@ -263,6 +260,19 @@ class Session:
         if waited_s < patience_s:
             return [], now + LOOK_EVERY_S
         return [Fail(f"a collective waited {waited_s:.1f} s", stalled=True)], None
+
+    def _patience_s(self, status: ReplicaStatus) -> float:
+        """How long a collective may wait. Any thread."""
+        view, limits = status.view, self._options.timeouts
+        healing = view is not None and any(m.healing for m in view.members)
+        return limits.heal_timeout_s if healing else limits.timeout_s
+
+    def fail(self, reason: str, waited_s: float) -> None:
+        """The step has failed: tell the others now. `waited_s`: for how long, if it was in a collective. The
+        process group has a timeout of its own, which may pass before `_check_stall` looks: that a member
+        hangs must be known all the same, or it takes part in the next attempt, too. Any thread."""
+        stalled = waited_s >= self._patience_s(self.control.status)
+        self.control.submit(Fail(reason, stalled=stalled))
 
     def close(self, reason: str = "shutdown") -> None:
         """Leave, and free threads, sockets, processes. Idempotent."""

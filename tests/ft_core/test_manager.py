@@ -14,6 +14,7 @@ from torch.futures import Future
 from ft_core.errors import QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.manager import Manager, WorldSizeMode
 from ft_core.process_group import ProcessGroupGloo
+from ft_core.shell import session
 from ft_core.shell.control import SPIN_S
 from ft_core.telemetry import REVOKED
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
@@ -109,6 +110,29 @@ def test_spares_are_neutral_under_every_reduction(op, expected, dtype):
             assert committed
             assert values_found == [expected] * 5
             assert rank == (index if index < 2 else None)
+
+
+def test_one_that_hangs_is_evicted_though_the_process_groups_own_timeout_comes_first(monkeypatch):
+    """The control thread, which looks now and then, may find the collective failed already. The one that hangs
+    must not take part in the next attempt: it would fail alike, for ever."""
+    monkeypatch.setattr(session, "LOOK_EVERY_S", PATIENCE_S)  # it is always late
+    with lighthouse(all_join=True) as server:
+        limit = {"timeout": timedelta(seconds=1), "expected_replicas": 2}
+        a, b = [Replica(server, f"r{i}", pg=ProcessGroupGloo(timeout=1), **limit) for i in range(2)]
+        evicted = threading.Event()
+
+        def script(replica, index):
+            replica.manager.start_quorum()
+            if replica is b:
+                assert evicted.wait(PATIENCE_S)
+            else:
+                assert not replica.end(replica.reduce())
+                assert replica.step()
+                assert replica.manager.num_participants() == 1
+                evicted.set()
+            replica.close()
+
+        both(a, b, script)
 
 
 def test_joiner_heals_and_contributes_nothing_in_its_first_step():
