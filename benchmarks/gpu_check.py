@@ -6,6 +6,10 @@ share the GPU: NCCL_HOSTID tells NCCL that they are on different machines, so th
 connects them by sockets. Each check is a process of its own, so one that hangs or breaks the device costs
 the others nothing. FILE is written after each check.
 
+Beside torch it needs pyzmq, msgpack and xxhash. Where they can't be installed, carry their wheels (of the machine's
+Python) and unpack them: `for w in *.whl; do python -m zipfile -e $w carried; done`, then
+`PYTHONPATH=carried python benchmarks/gpu_check.py`.
+
 Exit status: 0 if all bars hold, 1 if one does not, 2 where there is no CUDA device.
 
 The checks run on the double of NCCL's semantics, too (tests/ft_core/process_group/test_gpu_check.py).
