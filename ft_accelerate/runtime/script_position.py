@@ -405,6 +405,8 @@ class ScriptPosition:
             return False
         self.missed += max(0, self.target.events - self._left_at)
         self.phase, self.events, self.batches = Phase.LIVE, self.target.events, self.target.batches
+        if self.target.epochs:  # one that has entered an epoch has begun no pass before its place in it
+            self.iterations = max(self.iterations, self.target.iterations)
         self.target = None
         return True
 

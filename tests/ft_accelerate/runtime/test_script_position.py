@@ -235,6 +235,29 @@ def test_a_script_that_tells_of_its_epochs_enters_that_of_its_peers_wherever_tha
         assert position.entry is None
 
 
+def test_passes_within_an_epoch_that_was_entered_behind_them_are_counted_as_its_peers_do() -> None:
+    """Evaluations by steps. Its next pass had the number of one of them, so its peers could not find it."""
+    peer = ScriptPosition()
+    peer.begin_epoch(0, 0)
+    training = peer.begin(None)
+    for batch in range(3):
+        peer.open_window(training)
+        training.yielded = batch + 1
+        peer.graded()
+        peer.step_taken()
+        peer.finish(peer.begin(None), has_length=True)
+    peer.open_window(training)
+    position = ScriptPosition()
+    position.begin_epoch(0, 0)
+    position.relocate(peer.describe("fetch"))
+    entry = position.entry
+    assert entry is not None
+    position.enter(entry)
+    iteration = position.begin(None)
+    assert position.leap(iteration) and position.arrive(iteration) and position.settle()
+    assert position.begin(None).seq == peer.begin(None).seq == 4
+
+
 def test_a_frameworks_loop_is_left_once_and_entered_with_what_it_skips() -> None:
     position = ScriptPosition()
     position.begin_epoch(0)
