@@ -98,7 +98,7 @@ class CudaDevice:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         options.enable_reconfigure = True
-        return dist.distributed_c10d.ProcessGroupNCCL2(store, rank, size, options, None)
+        return dist.distributed_c10d.ProcessGroupNCCL2(store, rank, size, options)
 
     def handle(self, backend: Any) -> bytes:
         return str(backend.get_reconfigure_handle()).encode()

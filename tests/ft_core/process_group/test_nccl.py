@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +18,7 @@ from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.agreement import exchange_headers
 from ft_core.errors import UnderCapture
 from ft_core.process_group import ProcessGroupError, ProcessGroupNCCL
+from ft_core.process_group.torch_versions import nccl2_available
 from ft_core.replica.status import Participation
 from ft_core.step import Step
 from tests.ft_core.process_group.members import Calls, configure
@@ -280,3 +283,18 @@ def test_a_collective_is_refused_while_a_graph_is_captured(pair: Pair) -> None:
         with pytest.raises(UnderCapture, match="reduce the gradients after each replay"):
             reduction.start(step, pair.tensor(0), ReduceOp.SUM, divided_by=1)
     assert step.error is None
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not nccl2_available(), reason="this torch has no nccl2")
+def test_torch_takes_the_arguments_that_its_nccl2_is_given() -> None:
+    """In a process that ends at once: without a GPU the backend aborts it when it is destroyed."""
+    script = (
+        "import os, torch.distributed as dist\n"
+        "from ft_core.process_group.nccl import CudaDevice\n"
+        "made = CudaDevice(0).new_backend(dist.HashStore(), 0, 1, timeout_s=1)\n"
+        "print(made.supports_reconfigure, flush=True)\n"
+        "os._exit(0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stdout == "True\n", ended.stderr
