@@ -108,10 +108,17 @@ class Process:
         self.started_at = time.time()
         self.process = subprocess.Popen(
             [sys.executable, *wrapper, str(HERE), "--script", size, "--pace", str(pace_s)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
-                 "ACCELERATE_USE_CPU": "1", **env},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": path,
+                "ACCELERATE_USE_CPU": "1",
+                **env,
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self.lines: list[tuple[float, str]] = []
         self.news = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
@@ -152,9 +159,13 @@ def of_group(index: int, groups: int, lighthouse: str, job: str) -> dict[str, st
 
 def of_rank(rank: int) -> dict[str, str]:
     return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(PORT),
+    }
 
 
 def free_port() -> int:
@@ -261,9 +272,14 @@ def main() -> None:
             found: dict[str, Any] = overhead(size, options.blocks, server.address())
             extra = found["ours"] - found["plain"]
             rows.append(
-                [f"step, {size} parameters", f"{found['plain']:.2f} ms", f"{found['ours']:.2f} ms",
-                 f"{extra:+.2f} ms", f"{found['ours'] / found['plain']:.3f}"]
-            )  # fmt: skip
+                [
+                    f"step, {size} parameters",
+                    f"{found['plain']:.2f} ms",
+                    f"{found['ours']:.2f} ms",
+                    f"{extra:+.2f} ms",
+                    f"{found['ours'] / found['plain']:.3f}",
+                ]
+            )
             figures[size] = found
         if options.kills:
             times = recovery(options.kills, server.address())

@@ -49,10 +49,16 @@ def replica(side: int, lighthouse: str, seconds: float) -> None:
 
     address = Link.addresses[side]
     manager = Manager(
-        ProcessGroupGloo(hostname=address), min_replica_size=2, use_async_quorum=False,
-        lighthouse_addr=lighthouse, replica_id=str(side), expected_replicas=2, hostname=address,
-        rank=0, world_size=1,
-    )  # fmt: skip
+        ProcessGroupGloo(hostname=address),
+        min_replica_size=2,
+        use_async_quorum=False,
+        lighthouse_addr=lighthouse,
+        replica_id=str(side),
+        expected_replicas=2,
+        hostname=address,
+        rank=0,
+        world_size=1,
+    )
     manager.start_quorum()
     manager.should_commit()
     began, longest_s, discards = time.monotonic(), 0.0, 0
@@ -75,13 +81,23 @@ def measure(kind: Kind, seconds: float) -> dict[str, Any]:
         members = [
             subprocess.Popen(
                 link.command(
-                    side, "env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable, __file__,
-                    "--replica", str(side), lighthouse, str(seconds),
+                    side,
+                    "env",
+                    f"PYTHONPATH={ROOT}",
+                    "OMP_NUM_THREADS=1",
+                    sys.executable,
+                    __file__,
+                    "--replica",
+                    str(side),
+                    lighthouse,
+                    str(seconds),
                 ),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for side in (0, 1)
-        ]  # fmt: skip
+        ]
         try:
             said = [json.loads(member.stdout.readline()) for member in members if member.stdout]
             asked = link.command(

@@ -46,9 +46,12 @@ def machine() -> dict[str, Any]:
 
 
 def report(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], figures: Any,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    figures: Any,
     json_file: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     """Print the table; write the figures if asked for."""
     about = machine()
     table = Table(title=title, caption=", ".join(f"{k} {v}" for k, v in about.items()))

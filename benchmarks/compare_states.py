@@ -111,10 +111,16 @@ def main() -> None:
             "whole": whole,
             "ratio": ratio,
         }
-        rows.append([
-            name, f"{step * 1e3:.2f}", f"{mean * 1e6:.2f}", f"{ratio:.3%}", f"{longest * 1e6:.0f}",
-            f"{whole * 1e3:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{step * 1e3:.2f}",
+                f"{mean * 1e6:.2f}",
+                f"{ratio:.3%}",
+                f"{longest * 1e6:.0f}",
+                f"{whole * 1e3:.2f}",
+            ]
+        )
     columns = ["parameters", "step ms", "digests us", "of a step", "longest us", "whole ms"]
     title = f"Comparing states once in {COMPARE_STEPS} steps, on {options.device}"
     report(title, columns, rows, figures, options.json)

@@ -45,10 +45,12 @@ MODES = [
     Mode("DiLoCo", "diloco", 2 * SYNC_EVERY, {}),
     Mode("DiLoCo int4", "diloco", 2 * SYNC_EVERY, {"codec": "int4"}),
     Mode(
-        "Streaming DiLoCo int4", "diloco", 3 * SYNC_EVERY,
+        "Streaming DiLoCo int4",
+        "diloco",
+        3 * SYNC_EVERY,
         {"codec": "int4", "fragments": 4, "fragment_sync_delay": 5},
     ),
-]  # fmt: skip
+]
 
 
 # ---------------------------------------------------------------- one replica
@@ -178,9 +180,12 @@ class Pair:
         }
         command = [sys.executable, __file__, "--replica", str(side), lighthouse]
         return subprocess.Popen(
-            link.command(side, *command), env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            link.command(side, *command),
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def tell(self, line: str) -> None:
         for process in self.processes:
@@ -232,12 +237,21 @@ def measure(link: Link, pair: Pair, mode: Mode) -> dict[str, Any]:
 def start_lighthouse(link: Link) -> tuple[str, Callable[[], None]]:
     process = subprocess.Popen(
         link.command(
-            0, sys.executable, "-m", "lighthouse", "--bind", f"tcp://{link.addresses[0]}:0",
-            "--min-replicas", "2", "--expected-replicas", "2",
+            0,
+            sys.executable,
+            "-m",
+            "lighthouse",
+            "--bind",
+            f"tcp://{link.addresses[0]}:0",
+            "--min-replicas",
+            "2",
+            "--expected-replicas",
+            "2",
         ),
-        stdout=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     address = process.stdout.readline().split()[-1]
 
@@ -282,9 +296,17 @@ def main() -> None:
         finally:
             pair.close()
             stop()
-    columns = ["algorithm", "bytes a step", "times fewer than DDP", "ms a step", "times alone",
-               "times faster than DDP", "of it outer steps, ms",
-               "ms an outer step's communication", "hidden"]  # fmt: skip
+    columns = [
+        "algorithm",
+        "bytes a step",
+        "times fewer than DDP",
+        "ms a step",
+        "times alone",
+        "times faster than DDP",
+        "of it outer steps, ms",
+        "ms an outer step's communication",
+        "hidden",
+    ]
     rows = [row(name, one, found) for name, one in found.items()]
     title = f"Two replicas, {options.mbit:g} Mbit/s, {options.delay_ms:g} ms, H={SYNC_EVERY}"
     report(title, columns, rows, found, options.json)

@@ -125,9 +125,13 @@ class Replica:
         else:
             outer = torch.optim.SGD(self.model.parameters(), **algorithm.outer)
             context = DiLoCo(
-                manager, self.model, self.optimizer, outer, algorithm.sync_every,
+                manager,
+                self.model,
+                self.optimizer,
+                outer,
+                algorithm.sync_every,
                 **algorithm.options,
-            )  # fmt: skip
+            )
         with context:
             self.train(self.model, self.plan.warm_start, lambda step: context.stats.bytes_sent)
         manager.shutdown()
@@ -175,12 +179,21 @@ def experiment(algorithm: Algorithm, plan: Plan) -> dict[str, Any]:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, "--replica", str(rank), address,
-             json.dumps(asdict(algorithm)), json.dumps(asdict(plan))],
-            stdout=subprocess.PIPE, text=True, env=environment,
+            [
+                sys.executable,
+                __file__,
+                "--replica",
+                str(rank),
+                address,
+                json.dumps(asdict(algorithm)),
+                json.dumps(asdict(plan)),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     curve = []
     try:
         while not curve or curve[-1][0] < steps:
@@ -257,8 +270,16 @@ def table(found: dict[str, dict[str, Any]], plan: Plan) -> list[list[object]]:
     for name, one in found.items():
         sent = by_ddp if one is ddp else one["bytes"]
         worse = 100 * (one["final_loss"] / ddp["final_loss"] - 1)
-        rows.append([name, f"{one['final_loss']:.4f}", f"{worse:+.2f} %", f"{sent / 1e6:.1f}",
-                     f"{by_ddp / sent:.0f}", one["seconds"]])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{one['final_loss']:.4f}",
+                f"{worse:+.2f} %",
+                f"{sent / 1e6:.1f}",
+                f"{by_ddp / sent:.0f}",
+                one["seconds"],
+            ]
+        )
     return rows
 
 
@@ -277,8 +298,14 @@ def main() -> None:
             for algorithm in ALGORITHMS
             if algorithm.kind == "ddp" or algorithm.name in options.only
         }
-    columns = ["algorithm", "validation loss", "against DDP", "MB sent by a replica",
-               "times fewer", "seconds"]  # fmt: skip
+    columns = [
+        "algorithm",
+        "validation loss",
+        "against DDP",
+        "MB sent by a replica",
+        "times fewer",
+        "seconds",
+    ]
     title = f"Two replicas, {plan.steps} steps each, {plan.warm_start} of them synchronous"
     report(title, columns, table(found, plan), found, options.json)
     if options.plot is not None:

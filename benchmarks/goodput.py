@@ -243,9 +243,12 @@ def running(load: Load, lighthouse: str) -> Iterator[Watched]:
                 "0",
             ]
             lives[group] = life = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=_errors(), text=True,
+                command,
+                stdout=subprocess.PIPE,
+                stderr=_errors(),
+                text=True,
                 env={**os.environ, "GOODPUT_GROUP": str(group)},
-            )  # fmt: skip
+            )
             watched.read(life.stdout)
             life.wait()
 
@@ -377,8 +380,17 @@ def main() -> None:
             print(f"{name}: {error}", flush=True)
             continue
         figures[f"{name}, steps of {load.step_s:g} s"] = found
-        rows.append([name, found["pace_ms"], found["kills"], f"{found['steps']:.1%}",
-                     f"{found['samples']:.1%}", found["longest_gap_ms"], found["p99_gap_ms"]])  # fmt: skip
+        rows.append(
+            [
+                name,
+                found["pace_ms"],
+                found["kills"],
+                f"{found['steps']:.1%}",
+                f"{found['samples']:.1%}",
+                found["longest_gap_ms"],
+                found["p99_gap_ms"],
+            ]
+        )
         print(f"{name}: {found}", flush=True)
     columns = ["case", "step ms", "kills", "steps", "samples", "longest gap ms", "p99 gap ms"]
     report("Goodput", columns, rows, figures, options.json)

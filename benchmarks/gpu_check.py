@@ -142,9 +142,12 @@ def run_within(
     be killed."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment,
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             rc: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:

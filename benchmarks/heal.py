@@ -118,9 +118,12 @@ def target_heal(addresses: list[Any], state: State, *, same_host: bool) -> Calla
 
     def transfer() -> None:
         tree, stats = fetch(
-            addresses, HealKey(next(steps), "bench"), into=state, deadline=time.monotonic() + TIMEOUT_S,
+            addresses,
+            HealKey(next(steps), "bench"),
+            into=state,
+            deadline=time.monotonic() + TIMEOUT_S,
             same_host=same_host,
-        )  # fmt: skip
+        )
         assert tree["w0"] is state["w0"] and int(state["w0"][0]) == 0
         assert (stats.same_host_bytes > 0) == same_host, "the same-host path is refused here"
 
@@ -182,11 +185,13 @@ class Child:
 
     def __init__(self, package: Path, *arguments: str, quiet: bool = False) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *arguments], text=True,
+            [sys.executable, __file__, *arguments],
+            text=True,
             env={**os.environ, "HEAL_PACKAGE": str(package)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
-        )  # fmt: skip
+        )
 
     def cpu_s(self) -> float:
         """Processor time of all its threads so far."""
@@ -351,8 +356,17 @@ def main() -> None:
     wanted = options.only.split("|")
     cases = {name: case for name, case in cases.items() if any(word in name for word in wanted)}
     figures = measure(cases, options)
-    columns = ["transport", "GB/s best", "median", "first", "CPU s/GB", "source RSS", "target RSS",
-               "x raw GB/s", "x raw CPU"]  # fmt: skip
+    columns = [
+        "transport",
+        "GB/s best",
+        "median",
+        "first",
+        "CPU s/GB",
+        "source RSS",
+        "target RSS",
+        "x raw GB/s",
+        "x raw CPU",
+    ]
     title = f"Heal of {options.tensors} tensors, {options.mib:g} MiB in all, over loopback"
     report(title, columns, [row(*item) for item in figures.items()], figures, options.json)
 

@@ -104,8 +104,11 @@ class Replica:
         self.news = threading.Condition()
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", name, lighthouse, str(mib), mode, compute],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -188,13 +191,29 @@ def main() -> None:
         found = [trial(options.mib, mode, compute) for _ in range(options.trials)]
         middle = {key: statistics.median(f[key] for f in found) for key in found[0]}
         figures[f"{mode}, {compute}"] = {"median": middle, "trials": found}
-        rows.append([mode, compute, *(f"{middle[k]:.2f}" for k in list(middle)[:3]),
-                     f"{middle['stall_percent']:.0f} %",
-                     " ".join(f"{f['stall_percent']:.0f}" for f in found),
-                     f"{middle['snapshot_s']:.2f}", f"{middle['transfer_s']:.2f}"])  # fmt: skip
+        rows.append(
+            [
+                mode,
+                compute,
+                *(f"{middle[k]:.2f}" for k in list(middle)[:3]),
+                f"{middle['stall_percent']:.0f} %",
+                " ".join(f"{f['stall_percent']:.0f}" for f in found),
+                f"{middle['snapshot_s']:.2f}",
+                f"{middle['transfer_s']:.2f}",
+            ]
+        )
         print(mode, compute, middle, flush=True)
-    columns = ["quorum", "compute", "step of 2 s", "step of 3 s", "joining step s", "extra stall",
-               "all trials %", "snapshot s", "transfer s"]  # fmt: skip
+    columns = [
+        "quorum",
+        "compute",
+        "step of 2 s",
+        "step of 3 s",
+        "joining step s",
+        "extra stall",
+        "all trials %",
+        "snapshot s",
+        "transfer s",
+    ]
     report(
         f"A heal of {options.mib} MiB, seen by the healthy members",
         columns,

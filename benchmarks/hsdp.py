@@ -55,12 +55,21 @@ def managed(
         ProcessGroupGloo(timeout=LIMIT),
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         load_state_dict=lambda s: (
-            model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"]),
+            model.load_state_dict(s["model"]),
+            inner.load_state_dict(s["optimizer"]),
         ),
-        lighthouse_addr=lighthouse, replica_id=str(rank // 2), job_id=job, timeout=LIMIT,
-        expected_replicas=1 if alone else 2, rank=rank % 2, world_size=2, store_addr="127.0.0.1",
-        store_port=port, use_async_quorum=False, watch_process=False,
-    )  # fmt: skip
+        lighthouse_addr=lighthouse,
+        replica_id=str(rank // 2),
+        job_id=job,
+        timeout=LIMIT,
+        expected_replicas=1 if alone else 2,
+        rank=rank % 2,
+        world_size=2,
+        store_addr="127.0.0.1",
+        store_port=port,
+        use_async_quorum=False,
+        watch_process=False,
+    )
     replicate(model, manager)
     return manager
 
@@ -194,10 +203,15 @@ def main() -> None:
     )
     shards, beyond, seconds = (max(each) for each in zip(*heals, strict=True))
     figures = {
-        "torch_hsdp_ms": medians[0], "replicate_ms": medians[1], "ratio": medians[1] / medians[0],
-        "torch_hsdp_processor_ms": processor[0], "replicate_processor_ms": processor[1],
-        "shards_mib": shards, "peak_beyond_shards_mib": beyond, "heal_s": seconds,
-    }  # fmt: skip
+        "torch_hsdp_ms": medians[0],
+        "replicate_ms": medians[1],
+        "ratio": medians[1] / medians[0],
+        "torch_hsdp_processor_ms": processor[0],
+        "replicate_processor_ms": processor[1],
+        "shards_mib": shards,
+        "peak_beyond_shards_mib": beyond,
+        "heal_s": seconds,
+    }
     rows = [(name, f"{value:.3f}") for name, value in figures.items()]
     report("HSDP: two replica groups of two", ["what", "value"], rows, figures, options.json)
 

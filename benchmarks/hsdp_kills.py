@@ -92,9 +92,12 @@ class Rank:
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, None, False, LIMIT)
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("inner", store), rank=self.rank, world_size=RANKS,
+            "gloo",
+            store=dist.PrefixStore("inner", store),
+            rank=self.rank,
+            world_size=RANKS,
             timeout=LIMIT,
-        )  # fmt: skip
+        )
         model = self.model()
         inner = torch.optim.AdamW(model.parameters())
         inner.register_step_pre_hook(lambda *_: self.at("optimizer"))
@@ -114,10 +117,16 @@ class Rank:
             Watched(timeout=LIMIT),
             state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
             load_state_dict=load,
-            lighthouse_addr=lighthouse, replica_id=str(self.group), timeout=LIMIT,
-            expected_replicas=self.shared.groups, rank=self.rank, world_size=RANKS,
-            store_addr="127.0.0.1", store_port=port, use_async_quorum=False,
-        )  # fmt: skip
+            lighthouse_addr=lighthouse,
+            replica_id=str(self.group),
+            timeout=LIMIT,
+            expected_replicas=self.shared.groups,
+            rank=self.rank,
+            world_size=RANKS,
+            store_addr="127.0.0.1",
+            store_port=port,
+            use_async_quorum=False,
+        )
         replicate(model, manager)
         optimizer = Optimizer(manager, inner)
         data = torch.randn(16, 64, generator=torch.Generator().manual_seed(self.number))
@@ -227,9 +236,13 @@ class Groups:
         again_s = max(shared.again_at[n] for n in healthy) - killed_at
         self.start(group)
         return {
-            "rank": number, "phase": PHASES[phase], "lost_groups": len(lost), "step_s": step_s,
-            "beyond_s": again_s - step_s, "sibling_s": sibling_s,
-        }  # fmt: skip
+            "rank": number,
+            "phase": PHASES[phase],
+            "lost_groups": len(lost),
+            "step_s": step_s,
+            "beyond_s": again_s - step_s,
+            "sibling_s": sibling_s,
+        }
 
     def _die(self, number: int, phase: int, healthy: list[int]) -> tuple[float, float]:
         """When a rank was killed, and how long its group's other ranks have lived on."""
@@ -279,9 +292,16 @@ def main() -> None:
 
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "ft_core.manager",
-         "ft_core.collectives.sharded", "ft_core.optimizer", "torch.optim.adamw", "torch._dynamo"]
-    )  # fmt: skip
+        [
+            "torch.distributed.fsdp",
+            "torch.distributed.tensor.parallel",
+            "ft_core.manager",
+            "ft_core.collectives.sharded",
+            "ft_core.optimizer",
+            "torch.optim.adamw",
+            "torch._dynamo",
+        ]
+    )
     turns = itertools.cycle(
         (number, phase) for phase in range(len(PHASES)) for number in range(options.groups * RANKS)
     )
@@ -301,13 +321,22 @@ def main() -> None:
             beyond, sibling = (
                 sorted(1e3 * k[key] for k in of) for key in ("beyond_s", "sibling_s")
             )
-            rows.append((
-                phase, len(of), sum(k["lost_groups"] for k in of),
-                *(f"{median_and_most(each)}" for each in (beyond, sibling)),
-            ))  # fmt: skip
+            rows.append(
+                (
+                    phase,
+                    len(of),
+                    sum(k["lost_groups"] for k in of),
+                    *(f"{median_and_most(each)}" for each in (beyond, sibling)),
+                )
+            )
     title = f"{options.groups} groups of {RANKS}, {'TP' if options.tensor else 'FSDP2'} inside"
-    columns = ["killed in", "kills", "healthy groups lost", "survivors beyond a step, ms",
-               "sibling's end, ms"]  # fmt: skip
+    columns = [
+        "killed in",
+        "kills",
+        "healthy groups lost",
+        "survivors beyond a step, ms",
+        "sibling's end, ms",
+    ]
     report(title, columns, rows, {"kills": kills, "equal": equal}, options.json)
     print(
         f"step {1e3 * statistics.median(k['step_s'] for k in kills):.0f} ms; all groups equal: {equal}"

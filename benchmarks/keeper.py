@@ -138,17 +138,17 @@ def measure(mib: float, step_s: float, keep_s: float) -> dict[str, float]:
         def fetched() -> bool:
             rows = sorted(job.commits().items())
             began[:] = [
-                step for (_, a), (step, b) in itertools.pairwise(rows)
+                step
+                for (_, a), (step, b) in itertools.pairwise(rows)
                 if b["shows"] and not a["shows"]
-            ]  # fmt: skip
+            ]
             return len(began) > FETCHES
 
         job.wait_for(fetched)
         time.sleep(0.8 * keep_s)
         rows = sorted(job.commits().items())
         times = {
-            step: row["t"] - before["t"]
-            for (_, before), (step, row) in itertools.pairwise(rows)
+            step: row["t"] - before["t"] for (_, before), (step, row) in itertools.pairwise(rows)
         }
         usual = [s for step, s in times.items() if step > 10 and not job.commits()[step]["shows"]]
         # The first fetch finds no memory that is kept for it.

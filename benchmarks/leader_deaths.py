@@ -128,10 +128,16 @@ def with_transformers(tracker: str, folder: str) -> None:
 
     torch.manual_seed(1)
     arguments = TrainingArguments(
-        output_dir=f"{folder}/out", max_steps=STEPS, per_device_train_batch_size=8, use_cpu=True,
-        logging_steps=1, report_to=tracker, save_strategy="no", disable_tqdm=True,
+        output_dir=f"{folder}/out",
+        max_steps=STEPS,
+        per_device_train_batch_size=8,
+        use_cpu=True,
+        logging_steps=1,
+        report_to=tracker,
+        save_strategy="no",
+        disable_tqdm=True,
         dataloader_pin_memory=False,
-    )  # fmt: skip
+    )
     data = TensorDataset(torch.randn(3 * 8 * STEPS, 64), torch.zeros(3 * 8 * STEPS))
     Trainer(Model(), arguments, collate, data).train()
 

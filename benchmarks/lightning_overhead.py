@@ -67,11 +67,18 @@ def fit(mode: str, case: str, rank: int, places: dict[str, Any], job: str) -> li
     widths, pause_s = CASES[case]
     steps = WARM_UP_STEPS + (PAUSED_STEPS if pause_s else STEPS)
     variables = {
-        "ddp": {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(places["ddp"])},
-        "ft_ddp": {"REPLICA_GROUP_ID": str(rank), "NUM_REPLICA_GROUPS": "2", "FT_JOB_ID": job,
-                   "TORCHFT_LIGHTHOUSE": places["ft_ddp"]},
-    }  # fmt: skip
+        "ddp": {
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(places["ddp"]),
+        },
+        "ft_ddp": {
+            "REPLICA_GROUP_ID": str(rank),
+            "NUM_REPLICA_GROUPS": "2",
+            "FT_JOB_ID": job,
+            "TORCHFT_LIGHTHOUSE": places["ft_ddp"],
+        },
+    }
     for names in variables.values():
         for name in names:
             os.environ.pop(name, None)
@@ -80,10 +87,15 @@ def fit(mode: str, case: str, rank: int, places: dict[str, Any], job: str) -> li
     data = TensorDataset(torch.randn(2 * BATCH * steps, widths[0]))
     module = make_module(widths, pause_s)
     trainer = Trainer(
-        strategy=mode, accelerator="cpu", devices=2 if mode == "ddp" else 1, max_steps=steps,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        strategy=mode,
+        accelerator="cpu",
+        devices=2 if mode == "ddp" else 1,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
-    )  # fmt: skip
+    )
     trainer.fit(module, DataLoader(data, BATCH))
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -139,8 +151,16 @@ def main() -> None:
     for case in CASES:
         mean = {mode: statistics.mean(both[r][case][mode] for r in (0, 1)) for mode in MODES}
         extra = mean["ft_ddp"] - mean["ddp"]
-        rows.append([case, f"{mean['ddp']:.2f}", f"{mean['ft_ddp']:.2f}", f"{extra:+.2f}",
-                     f"{extra / mean['ddp']:+.1%}", BARS.get(case, "")])  # fmt: skip
+        rows.append(
+            [
+                case,
+                f"{mean['ddp']:.2f}",
+                f"{mean['ft_ddp']:.2f}",
+                f"{extra:+.2f}",
+                f"{extra / mean['ddp']:+.1%}",
+                BARS.get(case, ""),
+            ]
+        )
         figures[case] = mean
     columns = ["parameters", "ddp ms", "ft_ddp ms", "extra ms", "extra", "bar"]
     report("Trainer steps, 2 replicas, Gloo", columns, rows, figures, options.json)

@@ -31,10 +31,19 @@ def resident_mib(pid: int) -> float:
 
 def start_lighthouse(expected: int) -> tuple[subprocess.Popen[str], str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "lighthouse", "--bind", "tcp://127.0.0.1:0",
-         "--expected-replicas", str(expected)],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "lighthouse",
+            "--bind",
+            "tcp://127.0.0.1:0",
+            "--expected-replicas",
+            str(expected),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert process.stdout is not None
     address = process.stdout.readline().split()[-1]
     threading.Thread(target=process.stdout.read, daemon=True).start()
@@ -91,9 +100,15 @@ def training_process() -> dict[str, float]:
     before = resident_mib(os.getpid())
     process, address = start_lighthouse(1)
     manager = Manager(
-        group, lambda state: None, lambda: {"weights": weights}, use_async_quorum=False,
-        lighthouse_addr=address, replica_id="memory", rank=0, world_size=1,
-    )  # fmt: skip
+        group,
+        lambda state: None,
+        lambda: {"weights": weights},
+        use_async_quorum=False,
+        lighthouse_addr=address,
+        replica_id="memory",
+        rank=0,
+        world_size=1,
+    )
     try:
         for _ in range(20):
             manager.start_quorum()
@@ -102,9 +117,10 @@ def training_process() -> dict[str, float]:
         after = resident_mib(os.getpid())
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
         watcher = sum(
-            resident_mib(int(pid)) for pid in children
+            resident_mib(int(pid))
+            for pid in children
             if b"lighthouse.watcher" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )  # fmt: skip
+        )
         return {"training process": before, "Manager adds": after - before, "watcher": watcher}
     finally:
         manager.shutdown()

@@ -56,8 +56,18 @@ PATIENCE_MS = 120_000
 @contextmanager
 def lighthouse() -> Iterator[str]:
     """Address of a lighthouse in a process of its own; torchft's default heartbeat timeout."""
-    command = [sys.executable, "-m", "lighthouse", "--bind", "tcp://127.0.0.1:0", "--quiet",
-               "--join-timeout", "60", "--heartbeat-timeout", "5"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "lighthouse",
+        "--bind",
+        "tcp://127.0.0.1:0",
+        "--quiet",
+        "--join-timeout",
+        "60",
+        "--heartbeat-timeout",
+        "5",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
@@ -149,11 +159,19 @@ class Crowd:
     def _joins(self, promised: Term) -> list[bytes]:
         return [
             codec.encode(
-                Join(JOB, replica_id.split("-")[0], replica_id, 0, "init", (address(n),),
-                     expected_replicas=len(self.ids), promised=promised)
+                Join(
+                    JOB,
+                    replica_id.split("-")[0],
+                    replica_id,
+                    0,
+                    "init",
+                    (address(n),),
+                    expected_replicas=len(self.ids),
+                    promised=promised,
+                )
             )
             for n, replica_id in enumerate(self.ids)
-        ]  # fmt: skip
+        ]
 
     def _votes(self) -> list[bytes]:
         return [
@@ -230,8 +248,16 @@ def main() -> None:
             row += [f"{peer[k] / mine[k]:.1f}x" for k in ("form_s", "steady_s")]
         rows.append(row)
         print(*row, file=sys.stderr)
-    columns = ["replicas", "form ms", "steady ms", "change ms", "torchft first", "torchft round",
-               "first: ratio", "steady: ratio"]  # fmt: skip
+    columns = [
+        "replicas",
+        "form ms",
+        "steady ms",
+        "change ms",
+        "torchft first",
+        "torchft round",
+        "first: ratio",
+        "steady: ratio",
+    ]
     report("One quorum round, loopback", columns, rows, figures, chosen.json)
 
 

@@ -172,14 +172,25 @@ class Cluster:
         name = f"replica_{index}" + (f"_{self._starts}" if self.case.peer == "torchft" else "")
         in_netns = victim and self.case.fault == "link down"
         interface = INSIDE if in_netns else (OUTSIDE if self.case.fault == "link down" else "")
-        command = [sys.executable, __file__, "--worker", self.case.peer, name, self.lighthouse,
-                   str(self.case.gib if victim else 0), interface]  # fmt: skip
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            self.case.peer,
+            name,
+            self.lighthouse,
+            str(self.case.gib if victim else 0),
+            interface,
+        ]
         if in_netns:
             command = ["ip", "netns", "exec", NETNS, *command]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             stderr=None if os.environ.get("BENCH_VERBOSE") else subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         replica = Replica(name, process)
         self.replicas[name] = replica
         threading.Thread(target=self._listen, args=(replica,), daemon=True).start()
@@ -298,10 +309,21 @@ def start_lighthouse(case: Case) -> tuple[Any, str]:
     if case.peer == "ours":
         host = OUTSIDE if case.fault == "link down" else "127.0.0.1"
         process = subprocess.Popen(
-            [sys.executable, "-m", "lighthouse", "--bind", f"tcp://{host}:0",
-             "--min-replicas", "1", "--expected-replicas", str(case.replicas)],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "lighthouse",
+                "--bind",
+                f"tcp://{host}:0",
+                "--min-replicas",
+                "1",
+                "--expected-replicas",
+                str(case.replicas),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         assert process.stdout is not None
         address = process.stdout.readline().split()[-1]
         threading.Thread(target=process.stdout.read, daemon=True).start()
@@ -361,12 +383,27 @@ def main() -> None:
                 network(up=False)
         figures[case.name] = found
         beyond = found["gap_median_ms"] - found["step_ms"]
-        rows.append([case.name, case.fault, found["step_ms"], found["gap_median_ms"],
-                     f"{beyond:.1f}", " ".join(str(g) for g in found["gap_ms"]),
-                     found["rejoin_s"]])  # fmt: skip
+        rows.append(
+            [
+                case.name,
+                case.fault,
+                found["step_ms"],
+                found["gap_median_ms"],
+                f"{beyond:.1f}",
+                " ".join(str(g) for g in found["gap_ms"]),
+                found["rejoin_s"],
+            ]
+        )
         print(f"{case.name}: {found}", flush=True)
-    columns = ["case", "fault", "step ms", "longest gap ms (median)", "beyond a step ms",
-               "all trials", "ready to participating s"]  # fmt: skip
+    columns = [
+        "case",
+        "fault",
+        "step ms",
+        "longest gap ms (median)",
+        "beyond a step ms",
+        "all trials",
+        "ready to participating s",
+    ]
     report(f"Failure, {options.trials} trials each", columns, rows, figures, options.json)
 
 

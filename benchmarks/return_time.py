@@ -131,10 +131,16 @@ def by_lightning(data: list[Any], folder: str) -> None:
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
     trainer = Trainer(
-        strategy="ft_ddp", accelerator="cpu", devices=1, max_steps=FOREVER, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy="ft_ddp",
+        accelerator="cpu",
+        devices=1,
+        max_steps=FOREVER,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         default_root_dir=folder,
-    )  # fmt: skip
+    )
     trainer.fit(Model(), DataLoader(data, BATCH, shuffle=True))  # type: ignore[arg-type]
 
 

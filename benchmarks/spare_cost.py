@@ -40,8 +40,10 @@ class Member:
         self._process = subprocess.Popen(
             [sys.executable, GOODPUT, "--worker", "ours", lighthouse, str(step_s), "1"],
             env={**os.environ, **{f"GOODPUT_{name}": str(value) for name, value in own.items()}},
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

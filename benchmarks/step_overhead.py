@@ -263,11 +263,21 @@ def compare(size: str, blocks_ms: dict[str, list[float]]) -> tuple[list[str], di
     extra = middle([o - p for o, p in zip(ours, plain, strict=True)])
     ratio = middle([o / p for o, p in zip(ours, plain, strict=True)])
     vote = statistics.median(blocks_ms["vote"])
-    row = [size, f"{statistics.median(plain):.2f}", f"{statistics.median(ours):.2f}",
-           "{:+.2f} ({:+.2f} to {:+.2f})".format(*extra),
-           "{:.3f} ({:.3f} to {:.3f})".format(*ratio), f"{vote:.2f}"]  # fmt: skip
-    figures = {"plain": statistics.median(plain), "ours": statistics.median(ours),
-               "extra": extra[0], "ratio": ratio[0], "vote": vote}  # fmt: skip
+    row = [
+        size,
+        f"{statistics.median(plain):.2f}",
+        f"{statistics.median(ours):.2f}",
+        "{:+.2f} ({:+.2f} to {:+.2f})".format(*extra),
+        "{:.3f} ({:.3f} to {:.3f})".format(*ratio),
+        f"{vote:.2f}",
+    ]
+    figures = {
+        "plain": statistics.median(plain),
+        "ours": statistics.median(ours),
+        "extra": extra[0],
+        "ratio": ratio[0],
+        "vote": vote,
+    }
     if "torchft" in blocks_ms:
         plain, peer = blocks_ms["plain beside torchft"], blocks_ms["torchft"]
         peer_extra = middle([t - p for t, p in zip(peer, plain, strict=True)])[0]

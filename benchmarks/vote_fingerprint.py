@@ -46,9 +46,14 @@ def fitted(optimizers: int, groups: int) -> Any:
             ]
 
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Module(), DataLoader(TensorDataset(torch.zeros(4, 1))))
     return trainer
 

@@ -231,9 +231,14 @@ def lightning(rank: int) -> None:
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     Trainer(
-        strategy="ft_ddp", accelerator="cpu", devices=1, max_epochs=1, callbacks=[Watch()],
-        enable_model_summary=False, **quiet,
-    ).fit(Module(), data)  # fmt: skip
+        strategy="ft_ddp",
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[Watch()],
+        enable_model_summary=False,
+        **quiet,
+    ).fit(Module(), data)
 
 
 def fabric(rank: int) -> None:

@@ -157,10 +157,16 @@ class Demo:
             "FT_EVENT_LOG": f"/dev/fd/{writing}",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, str(HERE / "train_lightning.py"),
-                   "--max-steps", str(self._options.steps),
-                   "--step-delay", str(self._options.step_delay),
-                   "--out", str(self._result_path(group))]  # fmt: skip
+        command = [
+            sys.executable,
+            str(HERE / "train_lightning.py"),
+            "--max-steps",
+            str(self._options.steps),
+            "--step-delay",
+            str(self._options.step_delay),
+            "--out",
+            str(self._result_path(group)),
+        ]
         with (self._options.out / f"group-{group}-{number}.txt").open("wb") as output:
             process = self._popen(
                 command, env=env, pass_fds=(writing,), stdout=output, stderr=subprocess.STDOUT
@@ -236,8 +242,10 @@ class Demo:
         elif kind == "heal_start":
             say(f"{group}: heals to step {event['step']}", "yellow")
         elif kind == "heal_done":
-            say(f"{group}: healed, {event['bytes']:,} bytes in {event['seconds'] * 1e3:.1f} ms",
-                "bold green")  # fmt: skip
+            say(
+                f"{group}: healed, {event['bytes']:,} bytes in {event['seconds'] * 1e3:.1f} ms",
+                "bold green",
+            )
 
 
 def proportional_mib(pid: int) -> float | None:

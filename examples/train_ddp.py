@@ -54,9 +54,15 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 # ---- model; replica groups may start with different weights: the manager makes them equal
 net = nn.Sequential(
-    nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-    nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 10),
-)  # fmt: skip
+    nn.Conv2d(1, 16, 3, padding=1),
+    nn.BatchNorm2d(16),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Conv2d(16, 32, 3, padding=1),
+    nn.ReLU(),
+    nn.Flatten(),
+    nn.Linear(32 * 16, 10),
+)
 
 
 def state_dict() -> dict:

@@ -53,16 +53,28 @@ def batches():
 
 # ---- model, and the two optimizers: the inner one steps each batch, the outer one each window
 net = nn.Sequential(
-    nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-    nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 10),
-)  # fmt: skip
+    nn.Conv2d(1, 16, 3, padding=1),
+    nn.BatchNorm2d(16),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Conv2d(16, 32, 3, padding=1),
+    nn.ReLU(),
+    nn.Flatten(),
+    nn.Linear(32 * 16, 10),
+)
 inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
 outer = torch.optim.SGD(net.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 manager = Manager(pg=ProcessGroupGloo(), use_async_quorum=False)
 diloco = DiLoCo(
-    manager, net, inner, outer, args.sync_every,
-    fragments=args.fragments, fragment_sync_delay=args.delay, codec=args.codec,
-)  # fmt: skip
+    manager,
+    net,
+    inner,
+    outer,
+    args.sync_every,
+    fragments=args.fragments,
+    fragment_sync_delay=args.delay,
+    codec=args.codec,
+)
 
 # ---- training: a plain loop; only the last step of each window waits for other groups
 outer_steps = 0

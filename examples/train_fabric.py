@@ -53,8 +53,12 @@ def main() -> None:
 
     seen = {"samples": 0}
     strategy.register("seen", seen)  # 2: your own state heals with the model
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler,
-             "progress": strategy.progress}  # fmt: skip
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "progress": strategy.progress,
+    }
     if args.checkpoint is not None and args.checkpoint.exists():
         fabric.load(args.checkpoint, state)
 
@@ -83,8 +87,18 @@ def main() -> None:
 
     group = os.environ.get("REPLICA_GROUP_ID", "0")
     weights = float(sum(p.detach().double().sum() for p in net.parameters()))
-    print(json.dumps({"replica_group": group, "step": strategy.current_step, "weights": weights,
-                      "accuracy": accuracy, "samples": seen["samples"]}), flush=True)  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "replica_group": group,
+                "step": strategy.current_step,
+                "weights": weights,
+                "accuracy": accuracy,
+                "samples": seen["samples"],
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -87,12 +87,17 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(model, DataLoader(TensorDataset(images), 64, shuffle=True))
-    print(json.dumps({
-        "replica_group": os.environ.get("REPLICA_GROUP_ID", "0"),
-        "step": trainer.global_step,
-        "weights": float(sum(p.detach().double().sum() for p in model.parameters())),
-        "loss_g": float(trainer.callback_metrics["loss_g"]),
-    }), flush=True)  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "replica_group": os.environ.get("REPLICA_GROUP_ID", "0"),
+                "step": trainer.global_step,
+                "weights": float(sum(p.detach().double().sum() for p in model.parameters())),
+                "loss_g": float(trainer.callback_metrics["loss_g"]),
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

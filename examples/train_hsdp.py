@@ -171,8 +171,10 @@ class Group:
         command = [sys.executable, *sys.argv]
         self.process = subprocess.Popen(
             group_command(command, RANKS, parent_env="EXAMPLE_PARENT"),
-            env=own, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env=own,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

@@ -42,9 +42,14 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=256,
+        n_positions=64,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     trainer = Trainer(
         model=GPT2LMHeadModel(config),
         args=TrainingArguments(

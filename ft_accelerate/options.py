@@ -516,18 +516,25 @@ class Excluded:
 
 
 EXCLUDED = (
-    Excluded("DeepSpeed", "DEEPSPEED",
-             ("use_deepspeed", "deepspeed_config", "deepspeed_plugin", "deepspeed_plugins")),
-    Excluded("Megatron-LM", "MEGATRON_LM",
-             ("use_megatron_lm", "megatron_lm_config", "megatron_lm_plugin")),
+    Excluded(
+        "DeepSpeed",
+        "DEEPSPEED",
+        ("use_deepspeed", "deepspeed_config", "deepspeed_plugin", "deepspeed_plugins"),
+    ),
+    Excluded(
+        "Megatron-LM",
+        "MEGATRON_LM",
+        ("use_megatron_lm", "megatron_lm_config", "megatron_lm_plugin"),
+    ),
     Excluded("torch_tp_plugin", "TP", ("torch_tp_plugin",)),
     Excluded("a TPU", "XLA", ("tpu",)),
     Excluded("mpirun", "MPIRUN", ("mpirun_hostfile", "mpirun_config")),
-)  # fmt: skip
+)
 
 
-UNSHARDED = Excluded("ParallelismConfig", "PARALLELISM_CONFIG",
-                     ("use_parallelism_config", "parallelism_config"))  # fmt: skip
+UNSHARDED = Excluded(
+    "ParallelismConfig", "PARALLELISM_CONFIG", ("use_parallelism_config", "parallelism_config")
+)
 """It is taken with FSDP2, whose shards lie within a replica group."""
 
 

@@ -92,6 +92,7 @@ __all__ = [
     "replicate",
 ]
 
+
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:

@@ -85,7 +85,9 @@ class Attempts:
         self._slot = slot() if options.trains else Slot()
         self._supervised = self._slot.there
         self._bound: View | None = None  # under which the last attempt was bound
-        self._may_show = False  # the last vote has committed a step after which the state may travel
+        self._may_show = (
+            False  # the last vote has committed a step after which the state may travel
+        )
         # Where this process serves its states; None: no observer can know.
         self._card: Card | None = None
         self._session: Session | None = None
@@ -176,7 +178,8 @@ class Attempts:
         self._quorum_wait_s = self._patience_s(timeout)
         in_step = self._options.async_quorum
         shards = self._options.ranks_hold is RanksHold.SHARDS
-        if in_step and (shards or self._options.group_world_size == 1):  # no collective saves a shard
+        # No collective saves a shard.
+        if in_step and (shards or self._options.group_world_size == 1):
             before = session.control.status
             self._state.offer(behind=before.stage is not Stage.MEMBER or before.healing)
         status = session.control.submit(events.Begin(heal_in_step=in_step))
@@ -282,9 +285,7 @@ class Attempts:
 
     # ------------------------------------------------------------------ the way out
 
-    def end(
-        self, timeout: timedelta | None, *, control: bytes, needed: int, admits: bool
-    ) -> bool:
+    def end(self, timeout: timedelta | None, *, control: bytes, needed: int, admits: bool) -> bool:
         """See `Manager.should_commit`. `needed`: how many groups must contribute."""
         # Where one was cast already, this waits for its answer.
         untaken = self._untaken
@@ -421,7 +422,9 @@ class Attempts:
         self._state.shares = after = shares.after(self._bound)
         for share, (old, new) in enumerate(zip(shares.holders, after.holders, strict=True)):
             if old and old != new:
-                log.info("share %s of the data: %s takes over from %s", share, new or "no group", old)
+                log.info(
+                    "share %s of the data: %s takes over from %s", share, new or "no group", old
+                )
 
     def _settle(self, timeout: timedelta | None) -> None:
         """The loop begins a step without having taken the outcome of the last one."""

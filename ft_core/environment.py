@@ -130,7 +130,9 @@ def _seconds(env: Mapping[str, str], name: str) -> float | None:
     with contextlib.suppress(ValueError):
         if not text or float(text) > 0:
             return float(text) if text else None
-    raise ValueError(f"environment variable {name} must be a positive number of seconds, got {text!r}")
+    raise ValueError(
+        f"environment variable {name} must be a positive number of seconds, got {text!r}"
+    )
 
 
 def _int(env: Mapping[str, str], name: str, default: int) -> int:

@@ -274,7 +274,9 @@ class State:
         try:
             tree = self.save()
         except Exception as error:
-            log.warning("the state cannot be saved now, as a peer that comes back needs it: %r", error)
+            log.warning(
+                "the state cannot be saved now, as a peer that comes back needs it: %r", error
+            )
             return
         pack(tree, allow_objects)
 
@@ -404,7 +406,11 @@ def kept_state(
         if row is None:
             on_disk = kept_files.read(options.job_id)
         card = Card.of(row) if row is not None else on_disk[0] if on_disk is not None else None
-        if card is None or card.version is None or (card.place, card.parts) != (place, options.parts):
+        if (
+            card is None
+            or card.version is None
+            or (card.place, card.parts) != (place, options.parts)
+        ):
             return None
         version = card.version
         if not version.begins_with(own):

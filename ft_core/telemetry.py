@@ -21,7 +21,9 @@ REVOKED = "revoked"  # quorum_id, reason
 HEAL_START = "heal_start"  # step, sources
 HEAL_DONE = "heal_done"  # step, bytes, seconds, sources
 KEPT = "kept"  # step (of the state with which this process begins, from the supervisor's keeper)
-VISIT = "visit"  # nothing: there is no state to go on from here; this member joins again after the step
+VISIT = (
+    "visit"  # nothing: there is no state to go on from here; this member joins again after the step
+)
 SERVE = "serve"  # step, seconds (the snapshot's copy)
 WAITING = "waiting"  # reason
 

@@ -129,8 +129,13 @@ def _manager(member: Member, lighthouse: str) -> Manager:
                 member.kept["state"][key].copy_(value)
 
     return manager_of(
-        member, lighthouse, 1, lambda: dict(member.kept["state"]), load, use_async_quorum=True,
-    )  # fmt: skip
+        member,
+        lighthouse,
+        1,
+        lambda: dict(member.kept["state"]),
+        load,
+        use_async_quorum=True,
+    )
 
 
 def _step(member: Member, manager: Manager) -> None:

@@ -117,13 +117,24 @@ def manager_of(
 ) -> Manager:
     """`group`: another one than the member's."""
     options: State = {
-        "min_replica_size": groups, "expected_replicas": groups, "use_async_quorum": False,
+        "min_replica_size": groups,
+        "expected_replicas": groups,
+        "use_async_quorum": False,
         **more,
-    }  # fmt: skip
+    }
     return Manager(
-        group or member.group, load, state, lighthouse_addr=lighthouse, replica_id=str(member.index), rank=0,
-        world_size=1, watch_process=False, timeout=LIMIT, connect_timeout=LIMIT, **options,
-    )  # fmt: skip
+        group or member.group,
+        load,
+        state,
+        lighthouse_addr=lighthouse,
+        replica_id=str(member.index),
+        rank=0,
+        world_size=1,
+        watch_process=False,
+        timeout=LIMIT,
+        connect_timeout=LIMIT,
+        **options,
+    )
 
 
 def managed(
@@ -142,9 +153,12 @@ def managed(
         inner.load_state_dict(state["optimizer"])
 
     manager = manager_of(
-        member, lighthouse, groups,
-        lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()}, load,
-    )  # fmt: skip
+        member,
+        lighthouse,
+        groups,
+        lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        load,
+    )
     wrapped = replicate(model, manager) if shards else DistributedDataParallel(manager, model)
     return manager, wrapped, Optimizer(manager, inner)
 

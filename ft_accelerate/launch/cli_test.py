@@ -66,11 +66,19 @@ def _train(args: argparse.Namespace, kill_group: int) -> tuple[list[Result], str
         if args.config_file:
             command += ["--config_file", args.config_file]
         command += [
-            "--num_processes", str(args.num_processes), "--num_machines", "1",
-            "--fault_tolerance_group_size", "1",
-            "--fault_tolerance_min_replicas", str(args.num_processes),
-            str(SCRIPT), folder, str(kill_group), "1",
-        ]  # fmt: skip
+            "--num_processes",
+            str(args.num_processes),
+            "--num_machines",
+            "1",
+            "--fault_tolerance_group_size",
+            "1",
+            "--fault_tolerance_min_replicas",
+            str(args.num_processes),
+            str(SCRIPT),
+            folder,
+            str(kill_group),
+            "1",
+        ]
         env = environment_of_another_job()  # one that is under way keeps its lighthouse to itself
         try:
             done = subprocess.run(
@@ -109,9 +117,14 @@ def _table(rows: list[tuple[str, list[Result], float]]) -> None:
     for title, results, wall_s in rows:
         for result in results:
             table.add_row(
-                title, str(result["group"]), str(result["lives"]), str(result["steps"]),
-                f"{result['loss']:.6f}", result["weights"], f"{wall_s:.1f}",
-            )  # fmt: skip
+                title,
+                str(result["group"]),
+                str(result["lives"]),
+                str(result["steps"]),
+                f"{result['loss']:.6f}",
+                result["weights"],
+                f"{wall_s:.1f}",
+            )
     Console().print(table)
 
 
@@ -149,9 +162,13 @@ def train(folder: Path, kill_group: int, kill_epoch: int) -> None:
     for _, tensor in sorted(accelerator.unwrap_model(model).state_dict().items()):
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
     found = {
-        "group": group, "steps": total, "loss": mean, "lives": life + 1,
-        "weights": digest.hexdigest()[:12], "local_main": accelerator.is_local_main_process,
-    }  # fmt: skip
+        "group": group,
+        "steps": total,
+        "loss": mean,
+        "lives": life + 1,
+        "weights": digest.hexdigest()[:12],
+        "local_main": accelerator.is_local_main_process,
+    }
     (folder / f"{group}.json").write_text(json.dumps(found))
 
 

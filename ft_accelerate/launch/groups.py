@@ -332,7 +332,10 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
     finally:
         if server is not None:
             if not made.place.alone:
-                say(SPEAKER, "the lighthouse of this machine stays until the other machines are done")
+                say(
+                    SPEAKER,
+                    "the lighthouse of this machine stays until the other machines are done",
+                )
             server.shutdown()
 
 

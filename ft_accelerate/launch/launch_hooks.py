@@ -248,8 +248,12 @@ SEAMS = (
     Seam("accelerate.commands.config.cluster", "ClusterConfig", (), _copied),
     Seam("accelerate.commands.config.cluster", "get_cluster_input", (), _get_cluster_input),
     Seam("accelerate.commands.launch", "options_to_group"),
-    Seam("accelerate.commands.launch", "launch_command_parser", ("subparsers",),
-         _launch_command_parser),
+    Seam(
+        "accelerate.commands.launch",
+        "launch_command_parser",
+        ("subparsers",),
+        _launch_command_parser,
+    ),
     Seam("accelerate.commands.launch", "launch_command", ("args",), _launch_command),
     Seam("accelerate.commands.launch", "_validate_launch_command", ("args",), _validated),
     *(
@@ -261,7 +265,7 @@ SEAMS = (
             ("prepare_multi_gpu_env", _prepare_torchrun),
         )
     ),
-)  # fmt: skip
+)
 """The names of Accelerate's commands that we lean on, and what takes their place."""
 
 
@@ -284,8 +288,11 @@ def ask_after(config: Any) -> Any:
 
 def ask(*, num_processes: int, num_machines: int) -> dict[str, Any]:
     """Ask on the terminal; returns the section, empty if fault tolerance is not wanted."""
-    if not _yes("Do you want to train fault-tolerantly, in replica groups that may fail and come "
-                "back while the others train on? [yes/NO]: ", False):  # fmt: skip
+    if not _yes(
+        "Do you want to train fault-tolerantly, in replica groups that may fail and come "
+        "back while the others train on? [yes/NO]: ",
+        False,
+    ):
         return {}
     section: dict[str, Any] = {SWITCH: True}
     here = max(1, num_processes // num_machines)
@@ -306,8 +313,11 @@ def ask(*, num_processes: int, num_machines: int) -> dict[str, Any]:
         1,
         f"Please enter a number from 1 to {groups}.",
     )
-    if _yes("Do you want to use a lighthouse that runs already (if not, the launcher of the first "
-            "machine runs one)? [yes/NO]: ", False):  # fmt: skip
+    if _yes(
+        "Do you want to use a lighthouse that runs already (if not, the launcher of the first "
+        "machine runs one)? [yes/NO]: ",
+        False,
+    ):
         section[argument_name("lighthouse")] = _field(
             "What is the address of the lighthouse (tcp://host:port)? ",
             _address,
@@ -346,8 +356,9 @@ def _commit() -> str:
 
 
 def _ask_more(section: dict[str, Any], *, most_spares: int) -> None:
-    if not _yes("Do you want to set the job's name, its token and other options? [yes/NO]: ",
-                False):  # fmt: skip
+    if not _yes(
+        "Do you want to set the job's name, its token and other options? [yes/NO]: ", False
+    ):
         return
     spares = 0
     if most_spares:
@@ -374,8 +385,11 @@ def _ask_more(section: dict[str, Any], *, most_spares: int) -> None:
     )
     if quorum_s:
         section[argument_name("quorum_timeout_s")] = quorum_s
-    if _yes("May states hold arbitrary Python objects (pickle: only on a network that you trust)? "
-            "[yes/NO]: ", False):  # fmt: skip
+    if _yes(
+        "May states hold arbitrary Python objects (pickle: only on a network that you trust)? "
+        "[yes/NO]: ",
+        False,
+    ):
         section[argument_name("heal_allow_objects")] = True
 
 

@@ -49,9 +49,16 @@ class NextTrackers:
     """
 
     def __init__(
-        self, runtime: Runtime, accelerator: Any, init: Callable[..., None],
-        project: str, config: Any = None, init_kwargs: Any = None, *, begun: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        runtime: Runtime,
+        accelerator: Any,
+        init: Callable[..., None],
+        project: str,
+        config: Any = None,
+        init_kwargs: Any = None,
+        *,
+        begun: bool = False,
+    ) -> None:
         self._runtime, self._init, self._project = runtime, init, project
         self._config, self._init_kwargs = config, init_kwargs
         self._accelerator: weakref.ref[Any] = weakref.ref(accelerator)
@@ -127,8 +134,9 @@ class NextTrackers:
         log.warning(
             "nothing is logged to trackers from here on: this process is the main one now, and "
             "init_trackers failed (%s: %s)",
-            type(error).__name__, error,
-        )  # fmt: skip
+            type(error).__name__,
+            error,
+        )
 
 
 def _name_of(tracker: Any) -> str:
@@ -193,10 +201,16 @@ def init_trackers(runtime: Runtime, original: Any, self: Any, *args: Any, **kwar
 
 @while_active
 def log_row(
-    runtime: Runtime, original: Any, self: Any, values: Any, step: int | None = None,
-    *args: Any, **kwargs: Any,
-) -> None:  # fmt: skip
+    runtime: Runtime,
+    original: Any,
+    self: Any,
+    values: Any,
+    step: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Write a row in the main process; the others keep it (see the module's docstring)."""
+
     def write() -> None:
         original(self, values, step, *args, **kwargs)
 

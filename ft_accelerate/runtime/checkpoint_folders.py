@@ -74,7 +74,12 @@ def save_whole(
 
 
 def save_again(
-    original: Callable[..., Any], ranks: GroupRanks, accelerator: Any, final: Path, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    ranks: GroupRanks,
+    accelerator: Any,
+    final: Path,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """As `save_whole`, when the others, and the numbers of checkpoints, are further on. One with a number
     that is there is whole."""

@@ -197,9 +197,12 @@ def _answer_from_memory(
 
     def __call__(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         return memory.forward(
-            self, lambda _: stock.__call__(self, *inputs, **kwargs), inputs, kwargs,
+            self,
+            lambda _: stock.__call__(self, *inputs, **kwargs),
+            inputs,
+            kwargs,
             counts=GradientState().sync_gradients,
-        )  # fmt: skip
+        )
 
     names = {
         "__call__": __call__,

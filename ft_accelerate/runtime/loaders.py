@@ -21,8 +21,11 @@ Original = Callable[[Any], Iterator[Any]]
 _LoaderState = dict[str, Any] | None
 _COUNTS = ("_num_yielded", "_sampler_iter_yielded")
 _POSITIONS_OF_OTHERS = (
-    "_index_sampler_state", "_sampler_iter_state", "fetcher_state", "dataset_state",
-)  # fmt: skip
+    "_index_sampler_state",
+    "_sampler_iter_state",
+    "fetcher_state",
+    "dataset_state",
+)
 """Of torchdata's states: where all of these are None, the counts alone give a place."""
 
 SHOWN_BATCHES = 1

@@ -95,7 +95,12 @@ class Memory:
             return compute(False)
 
     def _remembered_forward(
-        self, module: nn.Module, compute: Callable[[bool], Any], inputs: Any, kwargs: Any, counts: bool
+        self,
+        module: nn.Module,
+        compute: Callable[[bool], Any],
+        inputs: Any,
+        kwargs: Any,
+        counts: bool,
     ) -> Any:
         key = (module.training, _shapes((inputs, kwargs)))
         if not self._all_agree(key in self._remembered):
@@ -125,7 +130,9 @@ class _Answer(torch.autograd.Function):
     """A remembered output with a graph. `counted` is called when a backward reaches it."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, tensor: Tensor, counted: Callable[[], None] | None) -> Tensor:
+    def forward(
+        ctx: Any, leaf: Tensor, tensor: Tensor, counted: Callable[[], None] | None
+    ) -> Tensor:
         ctx.counted = counted
         ctx.set_materialize_grads(False)
         return _again(tensor)
@@ -303,7 +310,10 @@ def _frozen(kind: type) -> type:
         """Dropped."""
 
     names = {
-        "__setattr__": __setattr__, "__delattr__": __delattr__, "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__, _FROM_HERE: True,
-    }  # fmt: skip
+        "__setattr__": __setattr__,
+        "__delattr__": __delattr__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        _FROM_HERE: True,
+    }
     return type(kind.__name__, (kind,), names)

@@ -168,7 +168,9 @@ class Runtime:
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
         """Let one process of this job and machine in at a time: there is no quorum before training.
-        Reentrant."""
+
+        Reentrant.
+        """
         if self._has_turn:
             yield
             return
@@ -214,8 +216,10 @@ class Runtime:
     # ------------------------------------------------------------------ a batch is asked for
 
     def at_fetch(self, loader: Any, iteration: Iteration) -> None:
-        """Before the next batch: where windows begin, and where a process that is behind arrives. Raises
-        `Elsewhere` as `ScriptPosition.leap`."""
+        """Before the next batch: where windows begin, and where a process that is behind arrives.
+
+        Raises `Elsewhere` as `ScriptPosition.leap`.
+        """
         position = self.position
         while True:
             if position.phase is Phase.FAST_FORWARD:
@@ -569,7 +573,9 @@ class Runtime:
         self.group_ranks.narrate(manager, self.position.in_words)
         self.reducer.attach(manager)
         lineage = self.group_ranks.sync_initial_state(
-            lambda: states.lineage_of_start(self.prepared.accelerators, allow_objects=allow_objects),
+            lambda: states.lineage_of_start(
+                self.prepared.accelerators, allow_objects=allow_objects
+            ),
             give=lambda: states.dump(
                 self.prepared.accelerators, None, models=not self.group_ranks.shards
             ),

@@ -240,10 +240,19 @@ class ScriptPosition:
         """For a peer that must come here."""
         active = tuple((i.seq, i.yielded, i.generator_state) for i in self.active)
         return Target(
-            self.window, tuple(self.ops), self.grads, active, self.iterations,
-            dict(self.lengths), self.events, at, self.pending, self.begun, self.batches,
+            self.window,
+            tuple(self.ops),
+            self.grads,
+            active,
+            self.iterations,
+            dict(self.lengths),
+            self.events,
+            at,
+            self.pending,
+            self.begun,
+            self.batches,
             tuple((e.number, e.first_pass, e.counts) for e in self.epochs),
-        )  # fmt: skip
+        )
 
     # ------------------------------------------------------------------ coming back
 
@@ -405,7 +414,8 @@ class ScriptPosition:
             return False
         self.missed += max(0, self.target.events - self._left_at)
         self.phase, self.events, self.batches = Phase.LIVE, self.target.events, self.target.batches
-        if self.target.epochs:  # one that has entered an epoch has begun no pass before its place in it
+        # One that has entered an epoch has begun no pass before its place in it.
+        if self.target.epochs:
             self.iterations = max(self.iterations, self.target.iterations)
         self.target = None
         return True

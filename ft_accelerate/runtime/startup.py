@@ -105,10 +105,16 @@ class GroupRanks:
         name, groups = str(options.replica_group_id), options.num_replica_groups
         manager.telemetry.add_sink(
             Narrator(
-                "ft_accelerate", name, groups, options.lighthouse, place,
-                deaths=others, start=others, returns=False,
+                "ft_accelerate",
+                name,
+                groups,
+                options.lighthouse,
+                place,
+                deaths=others,
+                start=others,
+                returns=False,
             )
-        )  # fmt: skip
+        )
 
     @property
     def sharers(self) -> int:
@@ -294,7 +300,11 @@ class StartupCollectives:
     def _connect(self) -> Manager:
         # There is no state that could differ: nothing to compare, and no member to sit out a step.
         manager = self._ranks.manager(
-            _device(), suffix=SUFFIX, commit="quorum", init_sync=False, trains=False,
+            _device(),
+            suffix=SUFFIX,
+            commit="quorum",
+            init_sync=False,
+            trains=False,
             ranks_hold=RanksHold.COPIES,
         )
         manager.set_state_dict_fns(self._late, lambda: {"events": self._events})

@@ -91,9 +91,16 @@ class OwedHooks:
         self._failed: list[Any] = []
 
     def call(
-        self, runtime: Runtime, original: CallEvent, handler: Any, event: str, args: Any,
-        state: Any, control: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        runtime: Runtime,
+        original: CallEvent,
+        handler: Any,
+        event: str,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> Any:
         """`call_event` in any process."""
         if runtime.leader:
             self._pay(runtime, original, handler, event, args, state, control)
@@ -109,9 +116,16 @@ class OwedHooks:
             return original(handler, event, args, state, control, **kwargs)
 
     def _note(
-        self, runtime: Runtime, original: CallEvent, handler: Any, event: str, args: Any,
-        state: Any, control: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        runtime: Runtime,
+        original: CallEvent,
+        handler: Any,
+        event: str,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call each callback's hook, and see which of them ask."""
         self._owed = [owed for owed in self._owed if owed.event != event]
         for callback in list(handler.callbacks):
@@ -131,9 +145,15 @@ class OwedHooks:
         return control
 
     def _pay(
-        self, runtime: Runtime, original: CallEvent, handler: Any, event: str, args: Any,
-        state: Any, control: Any,
-    ) -> None:  # fmt: skip
+        self,
+        runtime: Runtime,
+        original: CallEvent,
+        handler: Any,
+        event: str,
+        args: Any,
+        state: Any,
+        control: Any,
+    ) -> None:
         """This is the main process now: what sets up runs, in the order in which it was called."""
         owed, self._owed = self._owed, []
         # The row of an event that is under way is in the history already.
@@ -159,9 +179,15 @@ class OwedHooks:
         self._drop_failed(handler)
 
     def _set_up(
-        self, original: CallEvent, alone: Any, owed: _Owed, args: Any, state: Any, control: Any,
+        self,
+        original: CallEvent,
+        alone: Any,
+        owed: _Owed,
+        args: Any,
+        state: Any,
+        control: Any,
         rows: list[Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run one hook that is owed; `alone`: a handler of its callback only. Perhaps in a thread."""
 
         def run() -> None:
@@ -182,8 +208,11 @@ class OwedHooks:
             log.warning(
                 "%s is left out from here on: this process is the main one now, and %s of it "
                 "failed (%s: %s)",
-                type(callback).__name__, event, type(error).__name__, error,
-            )  # fmt: skip
+                type(callback).__name__,
+                event,
+                type(error).__name__,
+                error,
+            )
             self._failed.append(callback)
 
     def _drop_failed(self, handler: Any) -> None:
@@ -192,9 +221,16 @@ class OwedHooks:
             handler.callbacks[:] = kept
 
     def _call_later(
-        self, runtime: Runtime, original: CallEvent, handler: Any, event: str, args: Any,
-        state: Any, control: Any, **kwargs: Any,
-    ) -> list[Any]:  # fmt: skip
+        self,
+        runtime: Runtime,
+        original: CallEvent,
+        handler: Any,
+        event: str,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> list[Any]:
         """Have the callbacks that are being set up hear of this event in their turn; returns them."""
         assert self._opening is not None
         late, then, now = self._late, copy.copy(state), copy.copy(control)
@@ -217,9 +253,14 @@ class OwedHooks:
 
 
 def _write_again(
-    original: CallEvent, handler: Any, args: Any, state: Any, control: Any, rows: list[Any],
+    original: CallEvent,
+    handler: Any,
+    args: Any,
+    state: Any,
+    control: Any,
+    rows: list[Any],
     known: dict[str, int],
-) -> None:  # fmt: skip
+) -> None:
     """Log what the main processes before had not written when they died.
 
     `rows`: of Trainer's history, which heals. `known`: last step of each name that is stored.
@@ -237,8 +278,10 @@ def _write_again(
 
 
 _TRACKERS = {
-    "TensorBoardCallback": "tensorboard", "WandbCallback": "wandb", "MLflowCallback": "mlflow",
-}  # fmt: skip
+    "TensorBoardCallback": "tensorboard",
+    "WandbCallback": "wandb",
+    "MLflowCallback": "mlflow",
+}
 
 
 def _tracker_of(callback: Any) -> str:

@@ -174,9 +174,15 @@ def _know_the_best(trainer: Any, runtime: Runtime) -> bool:
 
 @while_active
 def _call_event(
-    runtime: Runtime, original: Any, self: Any, event: str, args: Any, state: Any, control: Any,
+    runtime: Runtime,
+    original: Any,
+    self: Any,
+    event: str,
+    args: Any,
+    state: Any,
+    control: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     if (event in RESULTS and not runtime.live) or self in _passing:
         return control
     state.is_world_process_zero = state.is_local_process_zero = runtime.leader
@@ -198,9 +204,14 @@ def _save_model(
 
 @while_active
 def _save_pretrained(
-    runtime: Runtime, original: Any, self: Any, save_directory: Any, is_main_process: bool = True,
-    *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
+    runtime: Runtime,
+    original: Any,
+    self: Any,
+    save_directory: Any,
+    is_main_process: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Scripts call it with `is_main_process=accelerator.is_main_process`."""
 
     def write(main: bool) -> Any:
@@ -474,42 +485,65 @@ def _rates(trainer: Any) -> list[float]:
 
 SEAMS = (
     Seam("transformers.trainer", "Trainer.train", ("self", "resume_from_checkpoint"), _train),
-    Seam("transformers.training_args", "TrainingArguments.__post_init__", ("self",),
-         _init_arguments),
+    Seam(
+        "transformers.training_args", "TrainingArguments.__post_init__", ("self",), _init_arguments
+    ),
     *(
         Seam("transformers.trainer", name, ("fsdp_plugin", "accelerator"), replace)
         for name, replace in group_shards.CHECKPOINTS.items()
     ),
-    Seam("transformers.trainer", "Trainer.save_model", ("self", "output_dir", "_internal_call"),
-         _save_model),
+    Seam(
+        "transformers.trainer",
+        "Trainer.save_model",
+        ("self", "output_dir", "_internal_call"),
+        _save_model,
+    ),
     *(
         Seam("transformers.trainer", f"Trainer.{name}", ("self",), saves)
         for name in ("save_state", "save_metrics", "create_model_card", "push_to_hub")
     ),
-    Seam("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir"),
-         unless_catching_up),
+    Seam(
+        "transformers.trainer",
+        "Trainer._save_rng_state",
+        ("self", "output_dir"),
+        unless_catching_up,
+    ),
     Seam("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial"), _checkpoint),
     Seam("transformers.trainer", "Trainer._get_output_dir", ("self", "trial")),
     Seam("transformers.trainer", "Trainer._push_from_checkpoint", ("self", "checkpoint_folder")),
-    Seam("transformers.trainer", "Trainer._determine_best_metric", ("self", "metrics", "trial"),
-         _determine_best_metric),
-    Seam("transformers.trainer_utils", "rotate_checkpoints",
-         ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"),
-         instead=Seam("transformers.trainer", "Trainer._rotate_checkpoints",
-                      ("self", "use_mtime", "output_dir"))),
+    Seam(
+        "transformers.trainer",
+        "Trainer._determine_best_metric",
+        ("self", "metrics", "trial"),
+        _determine_best_metric,
+    ),
+    Seam(
+        "transformers.trainer_utils",
+        "rotate_checkpoints",
+        ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"),
+        instead=Seam(
+            "transformers.trainer",
+            "Trainer._rotate_checkpoints",
+            ("self", "use_mtime", "output_dir"),
+        ),
+    ),
     Seam("transformers.trainer_callback", "TrainerState.save_to_json", ("self", "json_path")),
     Seam("transformers.trainer", "Trainer.is_world_process_zero", ("self",), is_main),
     Seam("transformers.trainer", "Trainer.is_local_process_zero", ("self",), is_main),
     Seam("transformers.trainer", "dist", (), _with_our_barrier),
     Seam("transformers.trainer_pt_utils", "dist", (), _over_quorum),
     Seam("transformers.trainer_pt_utils", "distributed_concat", ("tensor",)),
-    Seam("transformers.trainer_callback", "CallbackHandler.call_event", ("self", "event"),
-         _call_event),
+    Seam(
+        "transformers.trainer_callback",
+        "CallbackHandler.call_event",
+        ("self", "event"),
+        _call_event,
+    ),
     Seam("transformers.trainer_callback", "TrainerState.load_from_json"),
     Seam("transformers.trainer_callback", "ExportableState.state", ("self",)),
     Seam("transformers.training_args", "TrainingArguments.should_save", (), is_main),
     Seam("transformers.training_args", "TrainingArguments.should_log", (), is_main),
-)  # fmt: skip
+)
 
 
 # ---------------------------------------------------------------- entering the loop
@@ -588,21 +622,31 @@ def _can_be_entered(trainer: Any, loader: Any) -> bool:
 
 ENTRY_SEAMS = (
     Seam(
-        "transformers.trainer", "Trainer._run_epoch",
+        "transformers.trainer",
+        "Trainer._run_epoch",
         (
-            "self", "epoch", "train_dataloader", "resume_from_checkpoint", "epochs_trained",
+            "self",
+            "epoch",
+            "train_dataloader",
+            "resume_from_checkpoint",
+            "epochs_trained",
             "steps_trained_in_current_epoch",
         ),
         _run_epoch,
     ),
     Seam("transformers.trainer", "Trainer._prepare_inputs", ("self",)),
-)  # fmt: skip
+)
 
 MODELS = {
-    module: Seam(module, f"{model}.save_pretrained", ("self", "save_directory", "is_main_process"),
-                 _save_pretrained)
+    module: Seam(
+        module,
+        f"{model}.save_pretrained",
+        ("self", "save_directory", "is_main_process"),
+        _save_pretrained,
+    )
     for module, model in (
-        ("transformers.modeling_utils", "PreTrainedModel"), ("peft.peft_model", "PeftModel"),
+        ("transformers.modeling_utils", "PreTrainedModel"),
+        ("peft.peft_model", "PeftModel"),
         ("diffusers.models.modeling_utils", "ModelMixin"),
     )
-}  # fmt: skip
+}

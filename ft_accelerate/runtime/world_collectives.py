@@ -35,9 +35,19 @@ from ft_accelerate.runtime.process import active, current
 from ft_core.collectives.allreduce import fill_neutral
 
 _DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8,
-    torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128,
-]  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
 
 # ------------------------------------------------------------------ the functions, as torch has them
 
@@ -256,10 +266,18 @@ def barrier(group: Any = None, **kwargs: Any) -> None:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        get_world_size, get_rank, init_process_group, all_gather, all_reduce,
-        all_gather_into_tensor, broadcast, all_gather_object, broadcast_object_list, barrier,
+        get_world_size,
+        get_rank,
+        init_process_group,
+        all_gather,
+        all_reduce,
+        all_gather_into_tensor,
+        broadcast,
+        all_gather_object,
+        broadcast_object_list,
+        barrier,
     )
-}  # fmt: skip
+}
 
 # ------------------------------------------------------------------ tensors as bytes, and back
 

@@ -189,9 +189,7 @@ def check_devices(tensors: Iterable[Tensor]) -> None:
             )
 
 
-def _contribute(
-    step: Step, part: Participation, tensor: Tensor, op: str, divided_by: int
-) -> None:
+def _contribute(step: Step, part: Participation, tensor: Tensor, op: str, divided_by: int) -> None:
     """Make `tensor` this member's contribution."""
     # Integers first: for equal ones the factor is 1.
     scale = step.weight * (divided_by / (1 if step.weighted else part.participants))

@@ -236,7 +236,8 @@ class RetryableShards:
         reducer.register_schema("sharded", describe_shards(model))
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
         reducer.register_compared("sharded", shards)
-        reducer.add_model(self)  # without buffers: those are each rank's own, and no attempt changes them
+        # Without buffers: those are each rank's own, and no attempt changes them.
+        reducer.add_model(self)
         reducer.copies_gradients(self)
 
     def close(self) -> None:

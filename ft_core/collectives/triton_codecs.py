@@ -45,10 +45,18 @@ def quantize(
     data = torch.empty(rows, codec.row_bytes(row), dtype=torch.uint8, device=values.device)
     lost = torch.empty(total, dtype=torch.float32, device=values.device) if with_lost else None
     _quantize[_grid(total)](
-        values, residual, data, lost, values.numel(), total, row // codec.block,
-        HAS_RESIDUAL=residual is not None, HAS_LOST=with_lost, LARGEST=codec.largest,
+        values,
+        residual,
+        data,
+        lost,
+        values.numel(),
+        total,
+        row // codec.block,
+        HAS_RESIDUAL=residual is not None,
+        HAS_LOST=with_lost,
+        LARGEST=codec.largest,
         **_constants(codec),
-    )  # fmt: skip
+    )
     return data, lost
 
 
@@ -57,9 +65,16 @@ def requantize(codec: Coded, data: Tensor, row: int, lost: Tensor | None) -> Ten
     is added to `lost`."""
     result = torch.empty(1, codec.row_bytes(row), dtype=torch.uint8, device=data.device)
     _requantize[_grid(row)](
-        data, result, lost, row, data.shape[0], row // codec.block,
-        HAS_LOST=lost is not None, LARGEST=codec.largest, **_constants(codec),
-    )  # fmt: skip
+        data,
+        result,
+        lost,
+        row,
+        data.shape[0],
+        row // codec.block,
+        HAS_LOST=lost is not None,
+        LARGEST=codec.largest,
+        **_constants(codec),
+    )
     return result
 
 
@@ -77,8 +92,11 @@ def _constants(codec: Coded) -> dict[str, Any]:
     """Sizes are arguments: a kernel is compiled once for all buckets and quorums."""
     blocks = _VALUES // codec.block
     return {
-        "KIND": _KINDS[codec.name], "BLOCK": codec.block, "BLOCKS": blocks, "enable_fp_fusion": False,
-    }  # fmt: skip
+        "KIND": _KINDS[codec.name],
+        "BLOCK": codec.block,
+        "BLOCKS": blocks,
+        "enable_fp_fusion": False,
+    }
 
 
 # ---------------------------------------------------------------- kernels
@@ -86,10 +104,20 @@ def _constants(codec: Coded) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["row_blocks"])
 def _quantize(
-    values, residual, data, lost, count, total, row_blocks,
-    HAS_RESIDUAL: tl.constexpr, HAS_LOST: tl.constexpr, LARGEST: tl.constexpr, KIND: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    values,
+    residual,
+    data,
+    lost,
+    count,
+    total,
+    row_blocks,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_LOST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     where = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = _wide(tl.load(values + where, mask=where < count, other=0.0))
@@ -104,10 +132,18 @@ def _quantize(
 
 @triton.jit(do_not_specialize=["members", "row_blocks"])
 def _requantize(
-    data, result, lost, total, members, row_blocks,
-    HAS_LOST: tl.constexpr, LARGEST: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    data,
+    result,
+    lost,
+    total,
+    members,
+    row_blocks,
+    HAS_LOST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-):  # fmt: skip
+):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block * BLOCK < total
     x = _load(data, block, inside, row_blocks, KIND, BLOCK)
@@ -232,9 +268,16 @@ def _places(data, block, row_blocks, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store(
-    data, block, code, scale, inside, row_blocks,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    data,
+    block,
+    code,
+    scale,
+    inside,
+    row_blocks,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     values, scales = _places(data, block, row_blocks, KIND, BLOCK)
     bits = scale.to(tl.int32, bitcast=True)
     if KIND == _INT4:

@@ -51,9 +51,13 @@ def like(local: Tensor, model: Tensor) -> Tensor:
     if not isinstance(model, DTensor):
         return local
     return DTensor.from_local(
-        local, model.device_mesh, model.placements, run_check=False,
-        shape=model.shape, stride=model.stride(),
-    )  # fmt: skip
+        local,
+        model.device_mesh,
+        model.placements,
+        run_check=False,
+        shape=model.shape,
+        stride=model.stride(),
+    )
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

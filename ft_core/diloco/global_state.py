@@ -223,7 +223,9 @@ def drifting(model: nn.Module, inner: Optimizer) -> set[int]:
     """The memory (as data pointers) of what differs among members between two outer steps: the model
     and the state of its optimizer."""
     # An optimizer made of several has its state in its state dict only.
-    own = {_storage(p) for p in model.parameters()} | _storages([dict(inner.state), inner.state_dict()])
+    own = {_storage(p) for p in model.parameters()} | _storages(
+        [dict(inner.state), inner.state_dict()]
+    )
     own.discard(0)
     return own
 

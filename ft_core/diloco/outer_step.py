@@ -228,9 +228,15 @@ class OuterStep(ABC):
         `squared`: the squared norm of `deltas`, for the divergence; all members give it or none.
         """
         sent = OuterReduce.of(
-            manager, fragment, self.contribution(fragment, deltas), weight=weight, squared=squared,
-            bucket_bytes=self.bucket_bytes, stats=self.stats, encodes=self.encodes,
-        )  # fmt: skip
+            manager,
+            fragment,
+            self.contribution(fragment, deltas),
+            weight=weight,
+            squared=squared,
+            bucket_bytes=self.bucket_bytes,
+            stats=self.stats,
+            encodes=self.encodes,
+        )
         if self.is_last(fragment):
             sent.send_buffers(manager, self._buffers(), weight, self.bucket_bytes)
         self.send_values(manager, sent, weight)

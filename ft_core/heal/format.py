@@ -134,8 +134,17 @@ class TreeEncoder:
         return self._pickled(value) if node is None else node
 
     def _container(self, value: Any, kind: type) -> Node | None:
-        known = (list, tuple, dict, collections.OrderedDict, collections.defaultdict,
-                 collections.Counter, collections.deque, set, frozenset)  # fmt: skip
+        known = (
+            list,
+            tuple,
+            dict,
+            collections.OrderedDict,
+            collections.defaultdict,
+            collections.Counter,
+            collections.deque,
+            set,
+            frozenset,
+        )
         by_values = "" if kind in known else objects.kind_of(value)
         if kind not in known and by_values not in _BY_VALUES:
             return None
@@ -312,7 +321,8 @@ class TreeDecoder:
             raise ValueError("odd number of attributes")
         mine = objects.values_of(into) if type(into) is cls else {}
         return objects.make(
-            cls, {n: self.decode(v, mine.get(n)) for n, v in zip(rest[::2], rest[1::2], strict=True)}
+            cls,
+            {n: self.decode(v, mine.get(n)) for n, v in zip(rest[::2], rest[1::2], strict=True)},
         )
 
     def _mapping(self, tag: str, rest: list[Node], into: Any) -> Any:
@@ -498,9 +508,12 @@ def _arranged(names: Node, sizes: Sequence[int], kind_of: Sequence[int]) -> tupl
 
 
 def unpack(
-    manifest: bytes, tensors: Sequence[torch.Tensor], *, into: Any = None,
+    manifest: bytes,
+    tensors: Sequence[torch.Tensor],
+    *,
+    into: Any = None,
     allow_objects: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """The tree of a manifest. `tensors` are in the manifest's order and become its leaves.
 
     Where `into` holds a tensor of equal dtype and shape at the same place, that tensor is filled
@@ -561,8 +574,9 @@ class Manifest:
         if into is not None:
             places.shardings = {sharding.alike: sharding for sharding in shardings(into)}
             kind = dtensor_type()
-            TreeDecoder(lambda node, leaf: self._claim(places, node, leaf, kind),
-                        allow_objects=None).decode(self._node, into)  # fmt: skip
+            TreeDecoder(
+                lambda node, leaf: self._claim(places, node, leaf, kind), allow_objects=None
+            ).decode(self._node, into)
         return places
 
     def _claim(self, places: Placement, node: Node, leaf: Any, dtensor: Any) -> None:
@@ -595,9 +609,13 @@ class Manifest:
             places.copied[id(node)] = local.detach()
 
     def build(
-        self, tensors: Sequence[torch.Tensor], places: Placement, into: Any, *,
+        self,
+        tensors: Sequence[torch.Tensor],
+        places: Placement,
+        into: Any,
+        *,
         allow_objects: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """The tree, once all `tensors` (in the order of `specs`) hold their bytes. Raises HealError."""
         if len(tensors) != len(self.specs):
             raise ValueError(f"{len(self.specs)} tensors are needed, {len(tensors)} were given.")

@@ -202,7 +202,8 @@ def lay_out(tensor_bytes: Sequence[int]) -> Layout:
     for nbytes in tensor_bytes:
         if nbytes < SMALL_BYTES:
             places.append(Extent(0, pool, nbytes))
-            pool += nbytes + -nbytes % ALIGN_BYTES  # a call of `align` would take a fifth of this loop
+            # A call of `align` would take a fifth of this loop.
+            pool += nbytes + -nbytes % ALIGN_BYTES
         else:
             places.append(Extent(len(segments), 0, nbytes))
             segments.append(nbytes)

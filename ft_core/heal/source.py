@@ -524,7 +524,9 @@ class HealServer:
             ]
             begun = {identity for identity, _ in started}
             waiting = (r.key for i, r in self._readers.items() if i not in begun)
-            self.observed_from = min((key.step for key in waiting if key.lineage == ANY), default=None)
+            self.observed_from = min(
+                (key.step for key in waiting if key.lineage == ANY), default=None
+            )
             replies: list[tuple[Peer, wire.Reply]] = []
             for identity, reader in self._readers.items():
                 if self._withheld is not None and _same(reader.key, self._withheld[0]):

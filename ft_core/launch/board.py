@@ -144,7 +144,12 @@ class Slot:
     """A child's end. Any thread; costs no system call but for `joined` and `hung`."""
 
     def __init__(
-        self, memory: mmap.mmap | None = None, wake: int = -1, child: int = 0, *, whole: bool = False
+        self,
+        memory: mmap.mmap | None = None,
+        wake: int = -1,
+        child: int = 0,
+        *,
+        whole: bool = False,
     ) -> None:
         self._memory, self._wake, self._at = memory, wake, child * _SLOT_BYTES
         self._whole = whole
@@ -194,7 +199,9 @@ class Slot:
         and this is the first that is left. Never where other machines train, too: it can't see them."""
         if self._memory is None or not self._whole:
             return False
-        living = [at for at in range(0, len(self._memory), _SLOT_BYTES) if not self._get(at + _DEAD_AT)]
+        living = [
+            at for at in range(0, len(self._memory), _SLOT_BYTES) if not self._get(at + _DEAD_AT)
+        ]
         if any(self._get(at + _LEADS_AT) for at in living):
             return False
         return self._at == min((at for at in living if self._get(at + _OVER_AT)), default=-1)
@@ -205,7 +212,9 @@ class Slot:
         if self._memory is None or not self._whole:
             return False
         return any(
-            self._get(at + _LEADS_AT) and not self._get(at + _OVER_AT) and not self._get(at + _DEAD_AT)
+            self._get(at + _LEADS_AT)
+            and not self._get(at + _OVER_AT)
+            and not self._get(at + _DEAD_AT)
             for at in range(0, len(self._memory), _SLOT_BYTES)
         )
 
@@ -259,7 +268,9 @@ class Slot:
         """Changes with each `forget_kept`."""
         if self._memory is None:
             return 0
-        count: int = _FLAG.unpack_from(self._memory, len(self._memory) - _SLOT_BYTES + _DISOWNED_AT)[0]
+        count: int = _FLAG.unpack_from(
+            self._memory, len(self._memory) - _SLOT_BYTES + _DISOWNED_AT
+        )[0]
         return count
 
     def others_train(self) -> bool:
@@ -315,7 +326,9 @@ def slot() -> Slot:
     with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):
         # Opened again: it is written at a place of its own.
         stacks = os.open(f"/proc/self/fd/{shared}", os.O_WRONLY | os.O_CLOEXEC)
-        os.lseek(stacks, _stacks_at(shared, child, int(os.environ.get("LOCAL_RANK", 0))), os.SEEK_SET)
+        os.lseek(
+            stacks, _stacks_at(shared, child, int(os.environ.get("LOCAL_RANK", 0))), os.SEEK_SET
+        )
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
     return Slot(memory, wake, child, whole=bool(whole))
 

@@ -53,9 +53,7 @@ def end_with_a_line(whose: str) -> None:
 
 
 def _ending(whose: str, otherwise: _Hook) -> _Hook:
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = next((code for each, code in CODES.items() if issubclass(kind, each)), None)
         if code is None:
             otherwise(kind, error, trace)

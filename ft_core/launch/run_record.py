@@ -105,7 +105,9 @@ def gap_around(run: Run, group: int, moment_s: float) -> Gap | None:
     if len(before) < 2:
         return None
     near = [
-        (a, b) for a, b in itertools.pairwise(times) if b > moment_s and a <= moment_s + NEARLY_DONE_S
+        (a, b)
+        for a, b in itertools.pairwise(times)
+        if b > moment_s and a <= moment_s + NEARLY_DONE_S
     ]
     if not near:
         return None
@@ -222,8 +224,9 @@ def _draw_whole(panel: Any, run: Run, origin: float) -> None:
         for life in run.lives_of(group):
             if life.killed and life.ended_s is not None:
                 x = life.ended_s - origin
-                panel.plot(x, lane, "x", color=DISCARDED, markersize=11, markeredgewidth=3,
-                           zorder=5)  # fmt: skip
+                panel.plot(
+                    x, lane, "x", color=DISCARDED, markersize=11, markeredgewidth=3, zorder=5
+                )
                 label = f" {life.note}"
                 _text(panel, x, lane + LANE / 2, label, DISCARDED, va="top")
     panel.set_xlim(-0.01 * (end - origin), (end - origin) * 1.01)
@@ -242,8 +245,9 @@ def _draw_lanes(panel: Any, run: Run, origin: float, *, width: float) -> None:
             _ticks(panel, life, "discard", lane, DISCARDED, LANE, origin, 1.5)
             for done in life.of_kind("heal_done"):
                 left = done["t"] - done["seconds"] - origin
-                panel.barh(lane, max(done["seconds"], 0.01), LANE, left=left, color=HEALED,
-                           zorder=4)  # fmt: skip
+                panel.barh(
+                    lane, max(done["seconds"], 0.01), LANE, left=left, color=HEALED, zorder=4
+                )
 
 
 def _ticks(
@@ -283,9 +287,13 @@ def _draw_zoom(panel: Any, run: Run, origin: float, moment_s: float, title: str)
         latest = max(latest, gap.until_s)
         a, b = gap.from_s - origin, gap.until_s - origin
         panel.annotate(
-            "", (a, lane), (b, lane), annotation_clip=True, zorder=6,
+            "",
+            (a, lane),
+            (b, lane),
+            annotation_clip=True,
+            zorder=6,
             arrowprops={"arrowstyle": "<->", "color": INK, "shrinkA": 0, "shrinkB": 0},
-        )  # fmt: skip
+        )
         lost = f"{gap.lost_s * 1e3:.0f} ms lost ({(b - a) * 1e3:.0f} ms between two commits)"
         _text(panel, b, lane + LANE / 2, lost, INK, va="top")
     panel.set_xlim(moment_s - origin - ZOOM_BEFORE_S, latest - origin + ZOOM_AFTER_S)

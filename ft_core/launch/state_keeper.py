@@ -101,7 +101,9 @@ class StateKeeper:
             except HealDenied as error:
                 if not self._told_of_refusal:
                     self._told_of_refusal = True
-                    self._tell(f"the state is not kept in case that all replica groups die: {error}")
+                    self._tell(
+                        f"the state is not kept in case that all replica groups die: {error}"
+                    )
             except HealError as error:
                 log.debug("child %d shows no state: %s", child, error)
         return False
@@ -157,9 +159,13 @@ class StateKeeper:
                 versions.append(seen.key)
 
         packed, stats = fetch(
-            [source.address], HealKey(step, ANY), deadline=deadline, into=into,
-            options=_options(source.token), progress=progress,
-        )  # fmt: skip
+            [source.address],
+            HealKey(step, ANY),
+            deadline=deadline,
+            into=into,
+            options=_options(source.token),
+            progress=progress,
+        )
         return packed, versions[0], stats.bytes
 
     def _takes(

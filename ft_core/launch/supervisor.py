@@ -445,7 +445,11 @@ class _Run:
         for child in self.roster.children:
             if child.running:
                 seen = self.board.look(child.index)
-                child.step, child.commits, child.hung_until = seen.step, seen.commits, seen.hung_until
+                child.step, child.commits, child.hung_until = (
+                    seen.step,
+                    seen.commits,
+                    seen.hung_until,
+                )
                 child.leads, child.over, child.error = seen.leads, seen.over, seen.error
                 if seen.joined and not child.joined:
                     child.joined, child.joined_at = True, time.monotonic()
@@ -476,7 +480,9 @@ class _Run:
             self.say(f"replica group {late.number} comes too late: the training is over")
             _signal(late, signal.SIGKILL)
         if roster.stuck():
-            self.say(f"fewer than min_replicas={roster.min_alive} replica groups are left: stopping")
+            self.say(
+                f"fewer than min_replicas={roster.min_alive} replica groups are left: stopping"
+            )
             self._stop(signal.SIGTERM)
 
 

@@ -508,9 +508,14 @@ class ReconfigurableProcessGroup(ProcessGroup):
         assert self._listener is not None
         limit_s = connect_limit_s(timeout_s)
         rendezvous = Rendezvous(
-            self._listener, self._quorum_id, self._rank, members, communicator.handle(), limit_s,
+            self._listener,
+            self._quorum_id,
+            self._rank,
+            members,
+            communicator.handle(),
+            limit_s,
             on_silence=self.silent_listener,
-        )  # fmt: skip
+        )
         builder = _Builder(communicator, rendezvous, timeout_s)
         connected = False
         try:

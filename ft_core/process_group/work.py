@@ -453,7 +453,8 @@ class StreamWork(BackendWork):
 
     def _leave_group(self) -> None:
         if self._error is not None:
-            self._group.stream_failed(self.quorum_id, self._error)  # before it is gone: see `settle`
+            # Before it is gone: see `settle`.
+            self._group.stream_failed(self.quorum_id, self._error)
         super()._leave_group()
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -254,11 +254,27 @@ class Remark:
 
 Effect = Transmit | Configure | TryToReach | Abort | Withdraw | FetchState | Remark
 ReplicaEvent = (
-    Begin | Entered | Bind | Fail | CastVote | StopWaiting | Unapplied | LeaveAfterStep | Depart
+    Begin
+    | Entered
+    | Bind
+    | Fail
+    | CastVote
+    | StopWaiting
+    | Unapplied
+    | LeaveAfterStep
+    | Depart
     | Rejoin
-    | Configured | Tried | Fetched | Overwrite | FetchAgain | Loaded | Published
-    | Connected | Disconnected | Reply
-)  # fmt: skip
+    | Configured
+    | Tried
+    | Fetched
+    | Overwrite
+    | FetchAgain
+    | Loaded
+    | Published
+    | Connected
+    | Disconnected
+    | Reply
+)
 
 
 def handlers(machine: type) -> dict[type, str]:

@@ -260,8 +260,13 @@ class GroupLeader:
 
     def status(self) -> dict[str, object]:
         """For people; plain JSON types."""
-        return {"group": {"joined": sorted(self._joins), "voted": sorted(self._votes),
-                          "broken": self._broken}}  # fmt: skip
+        return {
+            "group": {
+                "joined": sorted(self._joins),
+                "voted": sorted(self._votes),
+                "broken": self._broken,
+            }
+        }
 
     # ------------------------------------------------------------------ requests
 

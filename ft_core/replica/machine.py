@@ -87,7 +87,9 @@ class Replica:
         self._unread: events.ReplicaEvent | None = None  # the first message since
         self._unanswered: messages.Vote | None = None  # per-group commit: decision still to come
         self._loop_waits = False  # at its step's boundary: it uses neither the state nor the group
-        self._pardoned = False  # evicted as hung in this attempt: a loop that only waits does not hang
+        self._pardoned = (
+            False  # evicted as hung in this attempt: a loop that only waits does not hang
+        )
         self._begun = 0  # attempts, all in all
         self._spent_in_group = 0  # of them, by this rank or another one of its group
         self._left = 0  # how often
@@ -185,10 +187,19 @@ class Replica:
         assert view is not None and self.healed
         self.attempt, self._before = Attempt.VOTED, (self.step, self.lineage)
         self._vote = messages.Vote(
-            self._template.job, self.replica_id, view.quorum_id, view.step, view.lineage, True,
-            control=event.control, leaving=self.leaving, updates=event.updates, digest=event.digest,
-            attempt=self._begun, admits=event.admits,
-        )  # fmt: skip
+            self._template.job,
+            self.replica_id,
+            view.quorum_id,
+            view.step,
+            view.lineage,
+            True,
+            control=event.control,
+            leaving=self.leaving,
+            updates=event.updates,
+            digest=event.digest,
+            attempt=self._begun,
+            admits=event.admits,
+        )
         # Per-group commit keeps one vote in flight: the next one waits for its decision.
         return [] if self._unanswered is not None else self._cast(view, now)
 
@@ -222,7 +233,11 @@ class Replica:
         return self._rejoin(event.reason, self._before)
 
     def _rejoin(
-        self, reason: str, position: tuple[int, str] | None, leaves: str = GAVE_UP, diverged: bool = False
+        self,
+        reason: str,
+        position: tuple[int, str] | None,
+        leaves: str = GAVE_UP,
+        diverged: bool = False,
     ) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
@@ -257,7 +272,9 @@ class Replica:
 
     def _on_tried(self, event: events.Tried, now: float) -> list[Effect]:
         job, own_id = self._template.job, self.replica_id
-        return [Transmit(messages.ReachReport(job, own_id, event.missed, event.reached, event.silence))]
+        return [
+            Transmit(messages.ReachReport(job, own_id, event.missed, event.reached, event.silence))
+        ]
 
     def _on_fetched(self, event: events.Fetched, now: float) -> list[Effect]:
         fetch = event.fetch
@@ -349,7 +366,8 @@ class Replica:
                 return []
             if offer.outranks(self.promised):
                 self.promised = offer  # no other lighthouse is heard until one offers a higher term
-            return self._join(now)  # also to one that it can't follow, which must hear of the promise
+            # Also to one that it can't follow, which must hear of the promise.
+            return self._join(now)
         if self.stage is Stage.JOINING:
             self.stage = Stage.WAITING
             self._resend_at = now + self._resend_s
@@ -482,7 +500,10 @@ class Replica:
             return []
         if self._revoked:
             return self._repeat(now)
-        return [Remark(f"step {message.step}: {message.reason}"), *self._lost_group(message.reason, now)]
+        return [
+            Remark(f"step {message.step}: {message.reason}"),
+            *self._lost_group(message.reason, now),
+        ]
 
     def _lost_group(self, reason: str, now: float) -> list[Effect]:
         """The quorum's collectives are over: vote with what is there."""
@@ -539,11 +560,26 @@ class Replica:
         relations, view = self._related(), self.view
         wants_group = NO_QUORUM if view is None or self._revoked else view.quorum_id
         return ReplicaStatus(
-            self.stage, self.attempt, self.step, self.lineage, view, relations.part,
-            self.attempt is Attempt.OPEN and not self._loop_waits, self.ready, self.healing,
-            self.state_fetched, self._overwriting, relations.targets, self.published,
-            self.outcome, self.reason, self.failure, wants_group, self.deadline(), self.origin,
-        )  # fmt: skip
+            self.stage,
+            self.attempt,
+            self.step,
+            self.lineage,
+            view,
+            relations.part,
+            self.attempt is Attempt.OPEN and not self._loop_waits,
+            self.ready,
+            self.healing,
+            self.state_fetched,
+            self._overwriting,
+            relations.targets,
+            self.published,
+            self.outcome,
+            self.reason,
+            self.failure,
+            wants_group,
+            self.deadline(),
+            self.origin,
+        )
 
     def deadline(self) -> float | None:
         """When `expire` wants to be called, or None."""
@@ -607,9 +643,15 @@ class Replica:
     def _join(self, now: float) -> list[Effect]:
         self.stage, (genesis, held) = Stage.JOINING, self.origin
         join = replace(
-            self._template, step=self.step, lineage=self.lineage, promised=self.promised,
-            genesis=genesis, held=held, attempt=self._spent, left=self._left,
-        )  # fmt: skip
+            self._template,
+            step=self.step,
+            lineage=self.lineage,
+            promised=self.promised,
+            genesis=genesis,
+            held=held,
+            attempt=self._spent,
+            left=self._left,
+        )
         if self.view is not None:
             join = self.view.recall(join, in_doubt=self.attempt is Attempt.VOTED, knows=self._knows)
         self._resend_at = now + self._resend_s
@@ -637,10 +679,18 @@ class Replica:
         if self.stage is not Stage.MEMBER or view is None or self._vote is not None:
             return []
         self._vote = messages.Vote(
-            self._template.job, self.replica_id, view.quorum_id, view.step, self.lineage, False,
-            reason[:500], phase, stalled, self.leaving and self.attempt is Attempt.FAILED,
+            self._template.job,
+            self.replica_id,
+            view.quorum_id,
+            view.step,
+            self.lineage,
+            False,
+            reason[:500],
+            phase,
+            stalled,
+            self.leaving and self.attempt is Attempt.FAILED,
             attempt=self._spent,
-        )  # fmt: skip
+        )
         aborts = [] if self._revoked else [Abort(view.quorum_id, reason)]
         self._revoked = True
         return [*aborts, *self._send_vote(now)]

@@ -90,7 +90,8 @@ class Shares:
 
     def _is_late(self, name: str, share: int | None, contribute: Sequence[str]) -> bool:
         """Whether `name` has its share only since this step began, and others had theirs before."""
-        if not any(self.holders):  # the first step of all, where a group reads the share of its number
+        # The first step of all, where a group reads the share of its number.
+        if not any(self.holders):
             return name != str(share) and len(contribute) > 1
         return any(each in contribute for each in self.holders)
 

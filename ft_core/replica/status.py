@@ -97,9 +97,17 @@ class View:
         bases = q.bases if on is None else (tuple(m.replica_id for m in on),)
         basis = Basis(q.step, q.lineage, each=q.rests == EACH, bases=bases)
         return cls(
-            q.quorum_id, q.step, q.lineage, members, q.reason, q.nonce, q.genesis, q.held, q.compare,
+            q.quorum_id,
+            q.step,
+            q.lineage,
+            members,
+            q.reason,
+            q.nonce,
+            q.genesis,
+            q.held,
+            q.compare,
             basis,
-        )  # fmt: skip
+        )
 
     def recall(self, join: Join, *, in_doubt: bool, knows: bool) -> Join:
         """`join` of a rank whose last quorum this was. `in_doubt`: it has said yes to its step, and
@@ -107,9 +115,13 @@ class View:
         doubt = InDoubt(self.quorum_id, self.step, self.position_after()[1]) if in_doubt else None
         last_members = tuple(m.replica_id for m in self.members)
         return replace(
-            join, quorum_id=self.quorum_id, last_members=last_members, in_doubt=doubt,
-            basis=self.basis if knows else None, genesis=join.genesis or (self.genesis if doubt else 0),
-        )  # fmt: skip
+            join,
+            quorum_id=self.quorum_id,
+            last_members=last_members,
+            in_doubt=doubt,
+            basis=self.basis if knows else None,
+            genesis=join.genesis or (self.genesis if doubt else 0),
+        )
 
     def rank_of(self, replica_id: str) -> int:
         """Replica rank of a member."""
@@ -139,9 +151,16 @@ class View:
         if basis is not None and not basis.committed:
             basis = Basis(basis.step, basis.lineage, committed=True)
         return View(
-            own, step, lineage, members, self.reason, self.nonce, self.genesis, own,
+            own,
+            step,
+            lineage,
+            members,
+            self.reason,
+            self.nonce,
+            self.genesis,
+            own,
             basis=basis,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

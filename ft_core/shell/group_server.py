@@ -97,9 +97,14 @@ class GroupServer:
     """
 
     def __init__(
-        self, group_world_size: int, *, host: str, lighthouse: str, replica_id: str,
+        self,
+        group_world_size: int,
+        *,
+        host: str,
+        lighthouse: str,
+        replica_id: str,
         timeouts: Timeouts,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._machine = GroupLeader(group_world_size)
         self._size = group_world_size
         self._timeouts = timeouts
@@ -262,8 +267,13 @@ class GroupLink:
             self._over = True
         if self._lost and not self._over:
             self._lost = False
-            messages.append(Refused(JobKey(), f"{BROKEN}its leader (rank 0) is gone; this rank "
-                                    "ends so that the launcher can restart the group"))  # fmt: skip
+            messages.append(
+                Refused(
+                    JobKey(),
+                    f"{BROKEN}its leader (rank 0) is gone; this rank "
+                    "ends so that the launcher can restart the group",
+                )
+            )
         return messages
 
     def events(self) -> Sequence[str]:
@@ -407,12 +417,18 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
         try:
             # Tenants: torch's default group of this process may have the same store.
             store = dist.TCPStore(
-                store_addr, store_port, None, True, max(timeout, HOSTED),
-                wait_for_workers=False, multi_tenant=True,
-            )  # fmt: skip
+                store_addr,
+                store_port,
+                None,
+                True,
+                max(timeout, HOSTED),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
             store.set_timeout(timeout)
             return store
-        except dist.DistNetworkError as error:  # another process listens there: the store's, or a stranger
+        # Another process listens there: the store's, or a stranger.
+        except dist.DistNetworkError as error:
             try:
                 dist.TCPStore(store_addr, store_port, None, False, min(timeout, HOSTED))
             except dist.DistError:

@@ -73,9 +73,14 @@ def _answers(address: str) -> bool:
 def _start(address: str, exit_when_idle_s: float) -> None:
     """Run the standby command; it returns when its child listens."""
     command = [
-        sys.executable, "-m", "lighthouse.standby",
-        "--bind", address, "--exit-when-idle", f"{exit_when_idle_s:g}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "lighthouse.standby",
+        "--bind",
+        address,
+        "--exit-when-idle",
+        f"{exit_when_idle_s:g}",
+    ]
     # From the folder that holds the package: `-m` finds it there, installed or not.
     home = Path(lighthouse.__file__).resolve().parents[1]
     try:

@@ -313,7 +313,9 @@ class Session:
         own = f"{self._options.name}: "
         line = own + text.removeprefix(own)
         if DECLARE_DEAD in text:  # a person has to do something
-            log.warning("%s (lighthouse %s, job id %s)", line, self.lighthouse, self._options.job_id)
+            log.warning(
+                "%s (lighthouse %s, job id %s)", line, self.lighthouse, self._options.job_id
+            )
         else:  # a state that differs may be the first that is seen of memory that is defective
             log.log(logging.WARNING if DISCARDS_STATE in text else logging.INFO, "%s", line)
         self._telemetry.emit(WAITING, reason=text)

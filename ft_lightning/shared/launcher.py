@@ -187,9 +187,11 @@ def live_with_group(scope: Scope) -> None:
 
 
 _RANK_ZERO_LOGGERS = (
-    "lightning.pytorch.utilities.rank_zero", "pytorch_lightning.utilities.rank_zero",
-    "lightning.fabric.utilities.rank_zero", "lightning_fabric.utilities.rank_zero",
-)  # fmt: skip
+    "lightning.pytorch.utilities.rank_zero",
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+)
 _BANNERS = ("GPU available:", "TPU available:", "\N{ELECTRIC LIGHT BULB} Tip:")
 
 

@@ -109,9 +109,11 @@ class ShardGroupMixin(StrategyBase):
         self._store = dist.HashStore()
         if size > 1:
             store = group_store(
-                scope.store_addr, scope.store_port, timeout.total_seconds(),
+                scope.store_addr,
+                scope.store_port,
+                timeout.total_seconds(),
                 hosts=scope.group_rank == 0,
-            )  # fmt: skip
+            )
             self._store = dist.PrefixStore(f"ft_lightning/{scope.restarts}", store)
         backend = self._process_group_backend
         find = self._from("fabric.utilities.distributed")
@@ -133,7 +135,8 @@ class ShardGroupMixin(StrategyBase):
         Called on all of them. Raises what any of them raises; on all of them NoLongerLeads, if another group
         has become the leading one meanwhile."""
         path = Path(self._in_group.broadcast(str(path)))
-        draft = Path(self._in_group.broadcast(str(draft_of(path))))  # one that was stopped has another
+        # One that was stopped has another.
+        draft = Path(self._in_group.broadcast(str(draft_of(path))))
         if self.scope.group_rank == 0:
             remove_whole(draft)
             draft.parent.mkdir(parents=True, exist_ok=True)

@@ -171,9 +171,13 @@ def _supervisor(
             f"yourself with {ENV_REPLICA_GROUP} set"
         )
     return Scope(
-        role=Role.SUPERVISOR, name="supervisor", index=0, num_groups=here, supervised=here,
+        role=Role.SUPERVISOR,
+        name="supervisor",
+        index=0,
+        num_groups=here,
+        supervised=here,
         group_size=group_size,
-    )  # fmt: skip
+    )
 
 
 def _groups_of(devices: int, group_size: int) -> int:

@@ -127,9 +127,11 @@ class Rounds:
         objects = {
             key: logged_totals.states(result.value, {})
             for key, result in results.items()
-            if not result.is_tensor and not result.has_reset and result.meta.on_epoch
+            if not result.is_tensor
+            and not result.has_reset
+            and result.meta.on_epoch
             and summed(result)
-        }  # fmt: skip
+        }
         mine: dict[str, dict[str, Any]] = {
             "first": {name: float(value) for name, value in numbers.items()},
             "rows": logged_totals.rows(results, lambda r: r.is_tensor and summed(r)),

@@ -97,7 +97,10 @@ def places(trainer: Any) -> dict[str, Any]:
 def set_aside(trainer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A dumped state that is restored later. What was received in the model's own buffers is copied:
     the batch under way, which will be abandoned, has yet to put those back to where it began."""
-    return {**state, "checkpoint": with_copied_buffers(state["checkpoint"], trainer.lightning_module)}
+    return {
+        **state,
+        "checkpoint": with_copied_buffers(state["checkpoint"], trainer.lightning_module),
+    }
 
 
 def restore(trainer: Any, state: dict[str, Any]) -> int:

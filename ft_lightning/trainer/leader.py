@@ -146,9 +146,19 @@ KEY = "ft_lightning"
 """Where a checkpoint holds `Manager.state_dict()`."""
 
 _LIVE = (
-    "_manager", "_driver", "_batches", "_decisions", "_rounds", "_sink", "_prepare_lock", "_sigterm",
-    "_loggers", "_resumption", "_shards", "_store",
-)  # fmt: skip
+    "_manager",
+    "_driver",
+    "_batches",
+    "_decisions",
+    "_rounds",
+    "_sink",
+    "_prepare_lock",
+    "_sigterm",
+    "_loggers",
+    "_resumption",
+    "_shards",
+    "_store",
+)
 """Attributes of the strategy that belong to a fit under way."""
 
 

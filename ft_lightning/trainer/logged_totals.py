@@ -184,8 +184,18 @@ def _put(metric: Any, merged: State, *args: Any, **kwargs: Any) -> None:
 
 # ---------------------------------------------------------------------- numbers
 
-_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph",
-           "add_dataloader_idx", "dataloader_idx", "metric_attribute")  # fmt: skip
+_FIELDS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
 Row = dict[str, Any]
 """One logged number (or torchmetrics object) of one member, in plain values and tensors."""
 

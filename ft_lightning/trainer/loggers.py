@@ -213,8 +213,10 @@ class Relay:
         self._rows.clear()
         log.warning(
             "%s logs nothing from here on: this process leads now, and could not open it (%s: %s)",
-            self._cls.__name__, type(error).__name__, error,
-        )  # fmt: skip
+            self._cls.__name__,
+            type(error).__name__,
+            error,
+        )
 
     def _writes(self) -> bool:
         return self.part is Part.LEADS and not self.opens
@@ -350,8 +352,10 @@ def released(trainer: Any) -> None:
 
 
 _TRACKERS = {
-    "TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLogger": "mlflow",
-}  # fmt: skip
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+}
 
 
 def _kind_of(logger: Any) -> str:

@@ -328,7 +328,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._manager,
             self._batches,
             self._decisions,
-            share=DataShare(trainer, self._manager, self._batches) if self._options.spares else None,
+            share=DataShare(trainer, self._manager, self._batches)
+            if self._options.spares
+            else None,
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
             leave=self._leave,

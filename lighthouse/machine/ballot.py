@@ -212,7 +212,9 @@ class Ballot:
         """
         if not self.revoked:
             return set()
-        gave_up = {r for r, cause in self.gone.items() if GAVE_UP in cause or GAVE_UP_PLACE in cause}
+        gave_up = {
+            r for r, cause in self.gone.items() if GAVE_UP in cause or GAVE_UP_PLACE in cause
+        }
         healing, guilty = self.healing - gave_up, set(self.blamed())
         guilty.update(r for r in self.gone if r in healing or r in self.hung)
         if self.revoker in healing and self.revoker in self.votes and not self.stalled:

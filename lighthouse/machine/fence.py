@@ -74,7 +74,12 @@ class Takeover:
 
 
 def enough(
-    here: Collection[str], members: Members, ballot: Ballot, dead: Mapping[str, Ballot], *, more: bool
+    here: Collection[str],
+    members: Members,
+    ballot: Ballot,
+    dead: Mapping[str, Ballot],
+    *,
+    more: bool,
 ) -> bool:
     """Whether those of `members` that are `here` suffice for a commit (F2), or, `more`, for a takeover (F3).
 
@@ -91,7 +96,9 @@ def enough(
     return 2 * len(present | served) >= len(members)
 
 
-def may_have_committed(lists: Iterable[Members], here: Collection[str], yes: Collection[str]) -> bool:
+def may_have_committed(
+    lists: Iterable[Members], here: Collection[str], yes: Collection[str]
+) -> bool:
     """Whether a step can be committed if all that are away, and `yes` of those here, said yes to it."""
     for members in lists:
         voted = {m for m in members if m not in here or m in yes}

@@ -88,7 +88,9 @@ class Forming:
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
         self._newest = NO_QUORUM  # before the term's first quorum: the newest that a member reports
         self._takeover: fence.Takeover | None = None  # what that quorum starts from
-        self._all_here = False  # the next quorum is formed since all are here, or are waited for no more
+        self._all_here = (
+            False  # the next quorum is formed since all are here, or are waited for no more
+        )
         self._strict = False  # and its first commit needs each of them
         self._shut = False  # in the next step no member could give its state to a newcomer
         self._worked = False  # a member of the live quorum has started a collective
@@ -251,7 +253,9 @@ class Forming:
             return ""
         return "either" if self._takeover is None else self._takeover.doubt
 
-    def rests_on(self, members: Collection[str]) -> tuple[tuple[fence.Members, ...], Collection[str]]:
+    def rests_on(
+        self, members: Collection[str]
+    ) -> tuple[tuple[fence.Members, ...], Collection[str]]:
         """(bases, each) of the quorum of `members` that the last verdict has chosen; see `History`."""
         history, found = self._history, self._takeover
         if self._all_here and not self._strict:

@@ -305,7 +305,9 @@ class JobState:
 
     def _repeat_offer(self, replica_id: str) -> None:
         due = self._least_epoch > self.term.epoch  # the next term's, as soon as it has begun
-        message = Waiting(self.key, STEP_IN_PROGRESS if due else JOIN_AGAIN, None if due else self.term)
+        message = Waiting(
+            self.key, STEP_IN_PROGRESS if due else JOIN_AGAIN, None if due else self.term
+        )
         self._send(self._offered[replica_id], message)
 
     def _new_term(self, now: float) -> None:
@@ -474,7 +476,11 @@ class JobState:
         if member is None:
             return
         live = self._live
-        if self._history.head is None and member.was_member and not self._history.is_dead(replica_id):
+        if (
+            self._history.head is None
+            and member.was_member
+            and not self._history.is_dead(replica_id)
+        ):
             self._history.missed.add(replica_id)
         if live is not None and replica_id in live.living:
             live.lose(replica_id, cause)
@@ -697,4 +703,6 @@ class JobState:
         reason = self._announcer.reason
         if self._live is not None:
             reason = "; ".join((reason, *self._forming.left_out.values()))
-        return status_of(self.key, self.term, self._live, self._members, self._history, reason, most)
+        return status_of(
+            self.key, self.term, self._live, self._members, self._history, reason, most
+        )

@@ -405,7 +405,9 @@ class History:
         if self.head is None or self.committed or join.genesis not in (0, genesis):
             return False
         earlier = join.held > 0 and epoch_of(join.quorum_id) < self._ballot[0]
-        return earlier and (join.held, join.step) > self.began and join.lineage not in self._lineages
+        return (
+            earlier and (join.held, join.step) > self.began and join.lineage not in self._lineages
+        )
 
     def is_dead(self, replica_id: str) -> bool:
         """Whether the state of `replica_id` is gone."""
@@ -536,7 +538,9 @@ class History:
             committed = lineage in held
             if not committed and known.quorum_id == top and self.decision(top, known.step) is None:
                 everyone = member.join.last_members
-                all_yes = doubts[known] == len(everyone) and all(r in members.by_id for r in everyone)
+                all_yes = doubts[known] == len(everyone) and all(
+                    r in members.by_id for r in everyone
+                )
                 committed = doubt == "commit" or (doubt == "either" and all_yes)
             if committed:
                 self._commits(member, known)

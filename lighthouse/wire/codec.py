@@ -50,8 +50,13 @@ _TAGS: dict[str, type] = {
     "declared": messages.Declared,
     "stat": messages.Status,
 }
-_LARGE = {"join": MAX_REQUEST_BYTES, "quorum": MAX_FRAME_BYTES, "decide": MAX_FRAME_BYTES,
-          "reach?": MAX_FRAME_BYTES, "stat": MAX_FRAME_BYTES}  # fmt: skip
+_LARGE = {
+    "join": MAX_REQUEST_BYTES,
+    "quorum": MAX_FRAME_BYTES,
+    "decide": MAX_FRAME_BYTES,
+    "reach?": MAX_FRAME_BYTES,
+    "stat": MAX_FRAME_BYTES,
+}
 _TAG_OF = {kind: tag for tag, kind in _TAGS.items()}
 _SCALARS = (int, str, bytes, bool, float)
 
@@ -271,7 +276,8 @@ class MessageCodec:
 
     def _check_size(self, frame: bytes | memoryview, large: dict[str, int]) -> None:
         """Raise ProtocolError if `frame` is too large for its kind, which its first bytes tell."""
-        reader = msgpack.Unpacker(raw=False, max_buffer_size=_HEAD_BYTES)  # else it takes a megabyte
+        # Else it takes a megabyte.
+        reader = msgpack.Unpacker(raw=False, max_buffer_size=_HEAD_BYTES)
         reader.feed(frame[:_HEAD_BYTES])
         try:
             reader.read_array_header()

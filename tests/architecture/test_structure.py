@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -138,6 +139,15 @@ def test_the_top_of_the_core_stays_small() -> None:
     """What a training loop calls, and what all folders need; the rest is in a folder."""
     top = [m.name for m in modules("ft_core") if not m.is_package and m.name.count(".") == 1]
     assert len(top) <= 11, top
+
+
+def test_nothing_is_kept_from_the_formatter() -> None:
+    assert not [
+        f"{module.name}: {line.strip()}"
+        for module in modules()
+        for line in module.text.splitlines()
+        if re.search(r"# fmt: (skip|off)", line)
+    ]
 
 
 def test_a_short_file_has_a_reason() -> None:

@@ -21,9 +21,18 @@ from pathlib import Path
 from typing import Any
 
 PLACES = (
-    "FT_", "TORCHFT_", "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "RANK", "LOCAL_RANK", "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
+    "FT_",
+    "TORCHFT_",
+    "REPLICA_GROUP_ID",
+    "NUM_REPLICA_GROUPS",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+)
 """Variables, or prefixes of them (with a `_` at the end), that launchers set for each process anew. No
 library keeps what its import has read of them (`renew` mends the one that does)."""
 MAX_DESCRIPTORS = 64

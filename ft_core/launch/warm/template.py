@@ -31,9 +31,24 @@ FORK_SAFE = ("jemalloc_bg_thd",)
 """Threads, by name, of libraries that have fork handlers of their own (pyarrow's allocator)."""
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci", "/dev/accel", "/dev/infiniband")
 READ_EARLY = (
-    "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "PYTHON",
-    "LC_", "LANG", "TORCH_", "PYTORCH_", "HF_", "TRANSFORMERS_", "USE_",
-)  # fmt: skip
+    "LD_",
+    "MALLOC_",
+    "GLIBC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "NUMEXPR_",
+    "PYTHON",
+    "LC_",
+    "LANG",
+    "TORCH_",
+    "PYTORCH_",
+    "HF_",
+    "TRANSFORMERS_",
+    "USE_",
+)
 """Prefixes of variables that libraries read when they are loaded or imported."""
 
 
