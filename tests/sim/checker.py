@@ -132,6 +132,7 @@ class Checker:
     forks: int = 0
     expelled: set[str] = field(default_factory=set)
     evicted: set[str] = field(default_factory=set)  # slower than the timeouts allow
+    flipped: set[str] = field(default_factory=set)  # a bit of its state, which nobody has noticed yet
 
     @property
     def newest(self) -> Birth:
@@ -178,9 +179,12 @@ class Checker:
             held = "no state is held by" not in message.reason
             self.require(held, f"S3: {replica_id} is refused: {message.reason}")
         if isinstance(message, Expelled):
-            # Memory does not fail here, and each process has updated its state. A group's leader says
-            # `differs`, too, where a rank has given up its state.
+            # Memory fails only where a fault says so, and each process has updated its state. A group's
+            # leader says `differs`, too, where a rank has given up its state.
             accused = message.differs and "its peers" in message.reason
+            if accused and replica_id in self.flipped:
+                self.flipped.remove(replica_id)
+                accused = False
             self.require(not accused, f"S3: {replica_id} is expelled: {message.reason}")
             self.expelled.add(replica_id)
         if isinstance(message, Decision) and message.next_quorum is not None:

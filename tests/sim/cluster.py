@@ -153,6 +153,10 @@ class Cluster:
         """A process has committed a step from `shown`, as which an observer could have fetched it."""
         self.keeper(process.job).sees(shown)
 
+    def disowned(self, process: Process) -> None:
+        """A process has learnt that its state is a different one."""
+        self.keeper(process.job).disowned()
+
     def process_in(self, slot: str) -> Process | None:
         return next((p for p in self.running.values() if p.slot == slot), None)
 

@@ -113,6 +113,9 @@ class World:
     def observed(self, process: Process, shown: Start) -> None:
         self.groups.keeper.sees_part(process.replica_id, self.rank, shown)
 
+    def disowned(self, process: Process) -> None:
+        self.groups.keeper.disowned()
+
     def ended(self, process: Process) -> None:
         self.running.pop(process.replica_id, None)
         if not self.groups.running:

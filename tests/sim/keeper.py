@@ -5,6 +5,8 @@ It decides by the rules of `ft_core.launch.kept`. It knows what it must not let 
 K   When all processes of a job have died, no quorum forms from an older state than the keeper holds. (The
     job says how many groups it has, and none is known to be dead for longer than the join timeout: else
     it goes on with those that are here, by R6.)
+
+That no process begins with a state that its peers have found to be a different one (K4) follows from S3.
 """
 
 from __future__ import annotations
@@ -60,6 +62,10 @@ class Keeper:
     def dies(self) -> None:
         """A new one holds nothing."""
         self._card, self._due, self._alone = None, 0.0, False
+
+    def disowned(self) -> None:
+        """K4: a process has learnt that its state is not its peers'."""
+        self._card = None
 
     def alone(self) -> None:
         """All processes of the job have died."""

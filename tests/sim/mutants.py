@@ -115,8 +115,8 @@ def scenarios() -> Net:
         yield path.stem if play(text) != text else ""
 
 
-def seeds(first: int, end: int, *, dense: bool = False, compares: bool = True) -> Net:
-    """`compares`: the lighthouse compares states, and may find a wrong one before the checker does."""
+def seeds(first: int, end: int, *, dense: bool = False, compare_steps: int = 1) -> Net:
+    """`compare_steps`: the lighthouse compares states, and may find a wrong one before the checker does."""
     from dataclasses import replace
 
     from tests.sim.profile import dense_profile_of, profile_of
@@ -124,7 +124,7 @@ def seeds(first: int, end: int, *, dense: bool = False, compares: bool = True) -
 
     for seed in range(first, end):
         profile = dense_profile_of(seed) if dense else profile_of(seed)
-        run(seed, replace(profile, compares=compares))
+        run(seed, replace(profile, compare_steps=compare_steps))
         yield ""
 
 
@@ -181,7 +181,7 @@ def quick(mutant: Mutant) -> dict[str, Callable[[], Net]]:
     """For a mutant of which it is known what one net says."""
     if mutant.by != "seeds":
         return {mutant.by: NETS[mutant.by]}
-    return {"seeds": lambda: seeds(mutant.first, mutant.first + 400, compares=False)}
+    return {"seeds": lambda: seeds(mutant.first, mutant.first + 400, compare_steps=0)}
 
 
 class Endless(Exception):

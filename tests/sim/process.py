@@ -142,6 +142,7 @@ class Process:
         self.attempts: list[tuple[int | None, bool | None]] = []  # bound under; committed
         self.updates = NOT_COUNTED  # since the last commit
         self.joined = False  # a quorum, as the supervisor's board says
+        self.flipped = 0  # the bits of its state that are wrong
         self._showable = False  # the state may travel at the next boundary
         self._timer: float | None = None
         self._bound_at: float | None = None
@@ -264,6 +265,12 @@ class Process:
         for call, args in backlog:
             self._event(call, *args)
 
+    def flip(self) -> None:
+        """A bit of the state flips: shown and compared from now on. The sums do not have it, since the
+        checker tells states apart by them."""
+        self.flipped = 1 << 40
+        self.checker.flipped.add(self.replica_id)
+
     def leave(self, reason: str) -> None:
         """A graceful goodbye in the midst of whatever happens."""
         self._event(self._leave, reason)
@@ -314,6 +321,8 @@ class Process:
                 self._break_own(quorum_id)
             elif isinstance(effect, Withdraw):
                 self.snapshot = None
+                if effect.diverged:
+                    cluster.disowned(self)
             elif isinstance(effect, TryToReach):
                 members = tuple(m.replica_id for m in effect.members)
                 missed = self.plane.missed(self.replica_id, members)
@@ -486,7 +495,7 @@ class Process:
                 break
             assert self.fetched_state is not None
             key, self.state = self.fetched_state
-            self.updates = NOT_COUNTED
+            self.updates, self.flipped = NOT_COUNTED, 0
             self._tell(Loaded())
             assert (replica.step, replica.lineage) == key, "loaded another state than fetched"
             self.checker.healed(self.replica_id, key, self.state)
@@ -564,7 +573,7 @@ class Process:
         replica = self.replica
         if not replica.status.entered:
             return None
-        return (replica.step, replica.lineage), self.state, replica.origin
+        return (replica.step, replica.lineage), self.state ^ self.flipped, replica.origin
 
     def _collectives(self, computed_on: int) -> Generator[Wait, None, Sum | None]:
         replica, clock = self.replica, self.clock
@@ -627,8 +636,11 @@ class Process:
         control = f"{self.replica_id}".encode()
         reason = "" if ok else "lost the quorum"
         updates, digest = NOT_COUNTED, b""
-        if self.cluster.profile.compares:
-            updates, digest = self.updates, (self.state % (1 << 64)).to_bytes(8, "little")
+        compare_steps = self.cluster.profile.compare_steps
+        if compare_steps:
+            updates = self.updates
+            if step_before % compare_steps == 0:
+                digest = ((self.state ^ self.flipped) % (1 << 64)).to_bytes(8, "little")
         every = self.cluster.profile.shut_every
         admits = not every or step_before % every < every // 2
         self._tell(CastVote(ok, reason, control, updates, digest, admits))

@@ -52,7 +52,7 @@ class Profile:
     start_spread_s: float = 0.2
     heal_in_place: bool = False
     healing_stays_out: bool = True
-    compares: bool = True  # votes tell what the state is
+    compare_steps: int = 1  # at each so many steps votes tell what the state is; 0: never
     no_heal: tuple[str, ...] = ()  # slots that may not heal
     own_rules: bool = False  # slots wish for other numbers of members
     own_checkpoints: bool = False  # slots make checkpoints at other steps

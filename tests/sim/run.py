@@ -331,6 +331,10 @@ def _update_fails(cluster: Cluster, process: Process, for_s: float) -> None:
     cluster.cut(process, cluster.clock.now + for_s)
 
 
+def _flip(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.flip()
+
+
 def _pause_lighthouse(cluster: Cluster, for_s: float) -> None:
     for process in cluster.running.values():
         cluster.cut(process, cluster.clock.now + for_s)
@@ -379,7 +383,7 @@ _STRIKES: dict[str, Callable[[Cluster, Process, float], None]] = {
     "false_death_notice": _false_death_notice, "bad_heal": _bad_heal, "slow_heal": _slow_heal,
     "bad_configure": _bad_configure, "slow_configure": _slow_configure, "errors": _errors,
     "slow": _slow, "give_up": _give_up, "cut": _cut, "stop_waiting": _stop_waiting,
-    "update_fails": _update_fails, "suspend": _suspend,
+    "update_fails": _update_fails, "suspend": _suspend, "flip": _flip,
 }  # fmt: skip
 _STRIKES_ALL: dict[str, Callable[[Cluster, float], None]] = {
     "lighthouse_pause": _pause_lighthouse, "kill_all": _kill_all, "finish": _finish,

@@ -33,6 +33,26 @@ def all_killed(seed: int) -> Profile:
     )
 
 
+def one_differs(seed: int) -> Profile:
+    """A bit of one process's state flips, and a new keeper may fetch just that state. All are killed when its
+    peers know, and the keeper has fetched no other."""
+    rng = random.Random(f"one differs {seed}")
+    at_s = rng.uniform(1.5, 3.0)
+    faults = (
+        Fault(at_s, "flip", rng.choice("abc")),
+        Fault(at_s + 0.2, "keeper_dies"),
+        Fault(at_s + 2.0, "kill_all"),
+    )
+    return Profile(
+        expected_replicas=3,
+        faulty_s=6.0,
+        restart_s=0.1,
+        keep_every_s=4.0,
+        compare_steps=8,
+        faults=faults,
+    )
+
+
 def saved(seeds: range, **options: Any) -> Iterator[int]:
     """How often the job of each run has gone on from what was kept."""
     for seed in seeds:
@@ -67,6 +87,27 @@ def test_a_keeper_that_takes_what_was_not_committed_is_caught(
     monkeypatch.setattr(Keeper, "sees", too_late)
     with pytest.raises(Violation, match="S3"):
         list(saved(range(12)))
+
+
+def found_different(seeds: range) -> None:
+    for seed in seeds:
+        clusters: list[Cluster] = []
+        run(seed, one_differs(seed), prepare=clusters.append)
+        (checker,) = clusters[0].checkers.values()
+        assert not checker.flipped, "nobody has noticed"
+
+
+def test_what_a_process_has_shown_whose_state_differs_is_taken_back() -> None:
+    found_different(range(12))
+
+
+def test_a_keeper_that_keeps_what_a_diverged_member_has_shown_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """K4."""
+    monkeypatch.setattr(Keeper, "disowned", lambda self: None)
+    with pytest.raises(Violation, match="S3: .* has another state at"):
+        found_different(range(12))
 
 
 def kept_by_ranks(seeds: range) -> int:

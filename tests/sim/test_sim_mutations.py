@@ -43,7 +43,7 @@ def errors_on_a_lossy_network(seed: int) -> Profile:
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         faulty_s=4.0,
         restart_s=0.05,
-        compares=False,
+        compare_steps=0,
     )
 
 
@@ -75,7 +75,7 @@ def test_sums_that_are_carried_into_the_next_quorum_are_caught(
 def test_a_healing_member_that_contributes_is_caught() -> None:
     def said() -> str:
         for seed in range(200):
-            profile = replace(profile_of(seed), compares=False, healing_stays_out=False)
+            profile = replace(profile_of(seed), compare_steps=0, healing_stays_out=False)
             try:
                 run(seed, profile)
             except Exception as error:
