@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.ft_accelerate.installed import is_fault_tolerant, run_script
-from tests.harness.script import Log, digest, fail_once
+from tests.harness.script import Log, digest, fail_once, flip_bit
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -41,6 +41,7 @@ OPTIONS: dict[str, Any] = {
     "holds": [],
     "inject": {},  # {"<step>": index}: this replica group reports an error once
     "raises": {},  # {"<step>": index}: its optimizer raises once, and the loop goes on
+    "flips": {},  # {"<step>": index}: a bit of its parameters flips after that step, once
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
     "seedable": False,
@@ -293,6 +294,9 @@ def run(options: dict[str, Any]) -> None:
                         main=accelerator.is_main_process,
                         share=log.share,
                     )
+                    if log.live and options["flips"].get(str(global_step)) == int(log.name):
+                        options["flips"].clear()
+                        flip_bit(next(accelerator.unwrap_model(model).parameters()))
                     if options["save"] and global_step % options["save"] == 0:
                         accelerator.save_state(f"{options['log']}/checkpoint_{global_step}")
         accuracy = evaluate(accelerator, model, test, log, epoch)

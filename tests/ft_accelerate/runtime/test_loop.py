@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from ft_accelerate.runtime.saved_position import FILE
 from lighthouse import LighthouseServer
 from tests.ft_accelerate.harness import Line, Run, compare, running
-from tests.harness.lighthouses import patient_lighthouse
+from tests.harness.lighthouses import has_joined, patient_lighthouse
 
 pytestmark = pytest.mark.process
 
@@ -227,6 +228,29 @@ def test_an_optimizer_that_raises_and_a_loop_that_goes_on(
     lines = run.lines(0), run.lines(1)
     assert compare(*lines) == len(lines[1]) > len(lines[0]) // 2
     assert lines[1][-1]["step"] == run.end(0)["step"] == len(lines[0])
+    assert len(run.lives(1)) == 1
+
+
+def test_a_flipped_bit_is_named_and_healed(tmp_path: Path) -> None:
+    """The member that differs takes its peers' state, and its script goes to their place."""
+    options = {"flips": {"5": 1}, "holds": ["step-16"], "norm": False, "samples": 228, "epochs": 1}
+    with (
+        patient_lighthouse() as server,
+        running(tmp_path, server.address(), **options) as run,
+    ):
+        groups = [run.start(index, 3, FT_COMPARE_STEPS="8") for index in range(3)]
+        for index in (0, 2):
+            run.until_held(index, "step-16")
+        job = str(run.log)
+        run.until(lambda: has_joined(server, job, "1", or_member=True), "group 1 to join again")
+        run.go("step-16")
+        run.wait(*groups)
+    named = {*re.findall(r"1: its parameters at step (\d+) are not", run.output())}
+    assert [5 <= int(step) < 5 + 8 for step in named] == [True], run.output()
+    assert [bool(run.events(index, "heal_done")) for index in range(3)] == [False, True, False]
+    for key in ("digest", "step", "ticks", "lr", "count"):
+        assert len({run.end(index)[key] for index in range(3)}) == 1, key
+    assert compare(run.lines(0), run.lines(2)) == len(run.lines(0)) == run.end(0)["step"]
     assert len(run.lives(1)) == 1
 
 
