@@ -429,7 +429,7 @@ class Rendezvous:
             what = f"rank(s) {', '.join(missing)} of {len(self._peers)} never came"
         else:
             slow = [str(rank) for rank, one in sorted(self._connections.items()) if not one.done]
-            what = f"all came, but the connections were not made (not done: {', '.join(slow)})"
+            what = f"all came, but these have not connected: {', '.join(slow) or 'this process'}"
         return f"configure of quorum {self.quorum_id} timed out: {what}"
 
     def _name(self, peer: int | None) -> str:

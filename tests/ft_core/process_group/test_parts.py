@@ -252,3 +252,13 @@ def test_descriptors_are_given_back(listeners: list[Listener]) -> None:
         rendezvous.close()
         rendezvous.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_is_too_slow_itself_accuses_no_other(listeners: list[Listener]) -> None:
+    """All others are connected, as far as there are any; its own backend is not."""
+    rendezvous = Rendezvous(listeners[0], 1, 0, [listeners[0].address], b"")
+    rendezvous.gather(time.monotonic() + 10.0)
+    with pytest.raises(ProcessGroupError, match="these have not connected: this process$"):
+        rendezvous.pump(lambda: False, time.monotonic())
+    assert not rendezvous.missed(0.0)
+    rendezvous.close()
