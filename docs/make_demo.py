@@ -42,10 +42,12 @@ def table(groups: list[dict[str, Any]], when: str) -> str:
     }
     head = (
         f"Measured on {when}: {len(groups)} replica groups, steps of {others[0]['step_ms']:.0f} ms (50 ms of "
-        "each is a pause), on two\notherwise idle cores. \"Lost\" is the time between two commits in excess of "
+        'each is a pause), on two\notherwise idle cores. "Lost" is the time between two commits in excess of '
         "a normal step.\n"
     )
-    return "\n".join([head, "| | |", "|---|---|", *(f"| {what} | {found} |" for what, found in rows.items())])
+    return "\n".join(
+        [head, "| | |", "|---|---|", *(f"| {what} | {found} |" for what, found in rows.items())]
+    )
 
 
 def main() -> None:
@@ -59,7 +61,11 @@ def main() -> None:
             subprocess.run([*example, "--out", str(folder)], check=True)
         groups = json.loads((folder / "summary.json").read_text())["groups"]
         commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         when = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d} (commit {commit})"
         README.write_text(renew(README.read_text(), "demo", table(groups, when)))

@@ -74,8 +74,12 @@ def test_a_page_of_tests_names_tests_that_exist(folder: str) -> None:
     ours_at = ROOT / "tests" / f"ft_{folder}"
     files = {path.name: path.read_text("utf-8") for path in ours_at.rglob("*.py")}
     defined = set(re.findall(r"^def (test_\w+)\(", "\n".join(files.values()), re.M))
-    named = {name for code in re.findall(r"`([^`]+)`", ours) for name in re.split(r"::|\[", code)
-             if name.startswith("test_")}  # fmt: skip
+    named = {
+        name
+        for code in re.findall(r"`([^`]+)`", ours)
+        for name in re.split(r"::|\[", code)
+        if name.startswith("test_")
+    }
     assert len(named) > 20
     assert named <= defined | set(files)
 

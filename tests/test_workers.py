@@ -61,10 +61,16 @@ def test_a_script_runs_as_python_runs_it(script: Path, line: str, code: int, sai
     told = json.loads(worker.stdout.readline())
     assert worker.poll() is None
     assert told == {
-        "argv": [str(script), "--x", "1"], "name": "__main__", "path": str(script.parent),
-        "cwd": str(script.parent), "word": "here", "group": True, "pid": worker.pid,
-        "torch": True, "home": False,
-    }  # fmt: skip
+        "argv": [str(script), "--x", "1"],
+        "name": "__main__",
+        "path": str(script.parent),
+        "cwd": str(script.parent),
+        "word": "here",
+        "group": True,
+        "pid": worker.pid,
+        "torch": True,
+        "home": False,
+    }
     with pytest.raises(subprocess.TimeoutExpired):
         worker.wait(0.01)
     worker.stdin.write(f"{line}\n".encode())
@@ -122,9 +128,13 @@ def test_processes_that_it_starts_are_forks_too_and_its_children(tmp_path: Path)
     (tmp_path / "launch.py").write_text(LAUNCH)
     with (tmp_path / "output").open("wb") as output:
         worker = start(
-            "torch", ["launch.py"], env=os.environ, cwd=tmp_path, stdout=output,
+            "torch",
+            ["launch.py"],
+            env=os.environ,
+            cwd=tmp_path,
+            stdout=output,
             stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        )
     code = worker.wait(60)
     said = (tmp_path / "output").read_text()
     assert (code, said) == (0, "first\nsecond\nthird\nfourth\n"), said

@@ -65,7 +65,9 @@ class Module:
 def imports_of_ours(module: Module) -> set[str]:
     """Names of our modules that `module` imports, wherever it does so."""
     ours = {known.name for known in modules() if not known.is_package}
-    found = {i.module if i.module in ours else i.module.rpartition(".")[0] for i in module.imports()}
+    found = {
+        i.module if i.module in ours else i.module.rpartition(".")[0] for i in module.imports()
+    }
     return (found & ours) - {module.name}
 
 

@@ -51,8 +51,13 @@ ALWAYS = {"__future__", "__main__"}
 
 # What no module outside needs to know about the lighthouse's inside.
 LIGHTHOUSE_INSIDE = {
-    "announce", "ballot", "forming", "journal", "members", "rules",
-}  # fmt: skip
+    "announce",
+    "ballot",
+    "forming",
+    "journal",
+    "members",
+    "rules",
+}
 
 PURE = [
     "ft_core.replica.events",
@@ -78,11 +83,34 @@ PURE = [
 # Read the environment when asked to; pure modules take no more than its constants and types.
 CONSTANTS_OF = {"ft_core.environment", "ft_lightning.shared.launch_env"}
 IMPURE_IMPORTS = {
-    "asyncio", "concurrent", "datetime", "io", "logging", "mmap", "multiprocessing", "os",
-    "pathlib", "queue", "random", "secrets", "select", "selectors", "shutil", "signal", "socket",
-    "subprocess", "sys", "tempfile", "threading", "time", "torch", "urllib", "uuid", "warnings",
+    "asyncio",
+    "concurrent",
+    "datetime",
+    "io",
+    "logging",
+    "mmap",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "queue",
+    "random",
+    "secrets",
+    "select",
+    "selectors",
+    "shutil",
+    "signal",
+    "socket",
+    "subprocess",
+    "sys",
+    "tempfile",
+    "threading",
+    "time",
+    "torch",
+    "urllib",
+    "uuid",
+    "warnings",
     "zmq",
-}  # fmt: skip
+}
 IMPURE_CALLS = {"open", "print", "input", "breakpoint"}
 
 
@@ -159,9 +187,14 @@ def test_a_module_that_claims_to_be_pure_is_held_to_it() -> None:
 # ---------------------------------------------------------------- importing
 
 WITHOUT_TORCH = [
-    "lighthouse", "lighthouse.server", "lighthouse.client", "lighthouse.cli", "lighthouse.watcher",
-    "lighthouse.web", "lighthouse.__main__",
-]  # fmt: skip
+    "lighthouse",
+    "lighthouse.server",
+    "lighthouse.client",
+    "lighthouse.cli",
+    "lighthouse.watcher",
+    "lighthouse.web",
+    "lighthouse.__main__",
+]
 
 LOOK = """
 import importlib, logging, os, sys, threading
@@ -179,9 +212,13 @@ assert not logging.getLogger().handlers, "sets up logging"
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_the_lighthouse_never_loads_torch_and_starts_nothing(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LOOK, name], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S,
+        [sys.executable, "-c", LOOK, name],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -190,9 +227,13 @@ def test_lighthouse_alone_is_light() -> None:
     """`import lighthouse` must not even load pyzmq: pure modules work where it is missing."""
     code = "import sys, lighthouse, lighthouse.machine.job, lighthouse.wire.messages; print('zmq' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S,
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
         check=False,
-    )  # fmt: skip
+    )
     assert done.stdout == "False\n", done.stderr
 
 
@@ -214,9 +255,18 @@ def _module_level(module: Module) -> list[ast.AST]:
 
 
 AT_IMPORT = {
-    "environ", "getenv", "putenv", "basicConfig", "Thread", "Popen", "dictConfig", "signal",
-    "gethostname", "set_start_method", "register_at_fork",
-}  # fmt: skip
+    "environ",
+    "getenv",
+    "putenv",
+    "basicConfig",
+    "Thread",
+    "Popen",
+    "dictConfig",
+    "signal",
+    "gethostname",
+    "set_start_method",
+    "register_at_fork",
+}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

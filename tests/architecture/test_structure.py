@@ -187,8 +187,11 @@ def _of_others(module: Module) -> Iterator[str]:
             if not own and not isinstance(node.value, ast.Call) and not node.attr.startswith("__"):
                 yield node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
-            "lighthouse", "ft_core", "ft_lightning", "ft_accelerate",
-        ):  # fmt: skip
+            "lighthouse",
+            "ft_core",
+            "ft_lightning",
+            "ft_accelerate",
+        ):
             yield from (
                 a.name for a in node.names if a.name.startswith("_") and a.name != "__version__"
             )

@@ -181,7 +181,9 @@ def test_the_section_gets_its_prefix_and_types() -> None:
     }
     assert read_section(None) == {}
     assert read_section({"job_id": None}) == {}
-    assert read_section({"spares": "1"}) == {"fault_tolerance_spares": 1}, "of how many is not known here"
+    assert read_section({"spares": "1"}) == {"fault_tolerance_spares": 1}, (
+        "of how many is not known here"
+    )
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,9 @@ def test_one_that_has_moved_is_refused_and_none_is_replaced(
     before = framework.run
     with pytest.raises(RuntimeError, match="does not know framework 2.0") as caught:
         put([Seam("framework", "run", (), faster), moved], KNOWN)
-    assert sentence in str(caught.value) and "install one of framework 1.0 to 1.4" in str(caught.value)
+    assert sentence in str(caught.value) and "install one of framework 1.0 to 1.4" in str(
+        caught.value
+    )
     assert framework.run is before
     with pytest.raises(RuntimeError):
         check([moved], KNOWN)

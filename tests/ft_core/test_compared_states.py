@@ -41,10 +41,13 @@ class Trainer:
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
         self.manager = cluster.manager(
-            server.address(), name, expected_replicas=members,
-            load_state_dict=self.load, state_dict=self.save,
+            server.address(),
+            name,
+            expected_replicas=members,
+            load_state_dict=self.load,
+            state_dict=self.save,
             **{"compare_steps": WITHIN, **options},
-        )  # fmt: skip
+        )
         self.model = DistributedDataParallel(self.manager, self.net)
         inner = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         self.optimizer = Optimizer(self.manager, inner)
@@ -324,10 +327,18 @@ class Shard(Replica):
 
     def __init__(self, server: Any, name: str, rank: int, store: Any, hold: str) -> None:
         super().__init__(
-            server, name, float(rank) if hold == "shards" else 0.0,
-            rank=rank, world_size=2, store_addr="127.0.0.1", store_port=store.port,
-            ranks_hold=hold, expected_replicas=3, compare_steps=WITHIN, init_sync=False,
-        )  # fmt: skip
+            server,
+            name,
+            float(rank) if hold == "shards" else 0.0,
+            rank=rank,
+            world_size=2,
+            store_addr="127.0.0.1",
+            store_port=store.port,
+            ranks_hold=hold,
+            expected_replicas=3,
+            compare_steps=WITHIN,
+            init_sync=False,
+        )
         self.manager.register_compared("weights", lambda: [self.weights])
         self.manager.set_state_dict_fns(self.load, lambda: {"weights": self.weights})
         self.heals = 0

@@ -23,11 +23,17 @@ def ranks(server: LighthouseServer, name: str, store: Any, **kw: Any) -> list[Re
     """Both ranks of a group."""
     return [
         Replica(
-            server, name, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=store.port,
-            ranks_hold="copies", **kw,
+            server,
+            name,
+            rank=rank,
+            world_size=2,
+            store_addr="127.0.0.1",
+            store_port=store.port,
+            ranks_hold="copies",
+            **kw,
         )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
 
 
 @contextmanager
@@ -127,7 +133,9 @@ def test_groups_of_other_sizes_are_refused() -> None:
         pair = ranks(server, "0", stores[0], job_id="j", timeout=timedelta(seconds=5))
         alone = Replica(server, "1", ranks_hold="copies", job_id="j")
         replicas(pair[0].step, pair[1].step)
-        with pytest.raises(JoinRefused, match="1 has 1 ranks and 0 2; all replica groups need the same number"):
+        with pytest.raises(
+            JoinRefused, match="1 has 1 ranks and 0 2; all replica groups need the same number"
+        ):
             alone.step()
         alone.close()
         replicas(pair[0].close, pair[1].close)

@@ -268,9 +268,12 @@ def test_an_optimizer_that_raises_after_the_commit() -> None:
             inner = FailsOnce(net.parameters(), lr=0.1)
             inner.fail_at = fail_at
             manager = cluster.manager(
-                server.address(), name, expected_replicas=2,
-                load_state_dict=net.load_state_dict, state_dict=net.state_dict,
-            )  # fmt: skip
+                server.address(),
+                name,
+                expected_replicas=2,
+                load_state_dict=net.load_state_dict,
+                state_dict=net.state_dict,
+            )
             model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, inner)
             raised = 0
             while manager.current_step() < 6:

@@ -497,9 +497,13 @@ TAKEN_BY_NAME = {
 }
 """What users of both frameworks choose under the names of `JobOptions`."""
 SETTLED_BY_THE_LAUNCHER = {
-    "num_replica_groups", "max_restarts", "group_size", "warm_start", "keep_state_s",
+    "num_replica_groups",
+    "max_restarts",
+    "group_size",
+    "warm_start",
+    "keep_state_s",
     "keep_state_dir",
-}  # fmt: skip
+}
 """Not the member's: tests/ft_core/launch/test_supervisor.py, tests/ft_lightning and tests/ft_accelerate."""
 
 

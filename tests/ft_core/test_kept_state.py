@@ -292,11 +292,18 @@ def test_a_group_of_several_ranks_goes_on_as_one(board: Board) -> None:
     def group(server: LighthouseServer, store: Any, value: float) -> list[Replica]:
         return [
             Replica(
-                server, "a", value=value, rank=rank, world_size=2, store_addr="127.0.0.1",
-                store_port=store.port, ranks_hold="copies", expected_replicas=1,
+                server,
+                "a",
+                value=value,
+                rank=rank,
+                world_size=2,
+                store_addr="127.0.0.1",
+                store_port=store.port,
+                ranks_hold="copies",
+                expected_replicas=1,
             )
             for rank in (0, 1)
-        ]  # fmt: skip
+        ]
 
     with lighthouse() as server, keeper(board) as kept, rendezvous(2) as stores:
         over, died_at = threading.Event(), [0, 0]
@@ -346,11 +353,17 @@ def test_each_rank_of_a_group_goes_on_from_its_own_shards(board: Board, tmp_path
     def group(server: LighthouseServer, store: Any, value: float) -> list[Replica]:
         return [
             Replica(
-                server, "a", value=value + 100 * rank, rank=rank, world_size=2, expected_replicas=1,
-                store_addr="127.0.0.1", store_port=store.port,
+                server,
+                "a",
+                value=value + 100 * rank,
+                rank=rank,
+                world_size=2,
+                expected_replicas=1,
+                store_addr="127.0.0.1",
+                store_port=store.port,
             )
             for rank in (0, 1)
-        ]  # fmt: skip
+        ]
 
     with lighthouse() as server, rendezvous(3) as stores:
         with keeper(board, folder=str(tmp_path)) as kept:
@@ -438,7 +451,8 @@ def test_who_holds_which_share_of_the_data_is_kept_too(board: Board) -> None:
         with as_child(board, board.keeper):
             shown = slot()
 
-        def run_one() -> None:  # both have this process's place on the board: its card is the last one
+        # Both have this process's place on the board: its card is the last one.
+        def run_one() -> None:
             until(lambda: bool(shown.cards()), "the card of the other")
             one.run_to(2)
 

@@ -37,8 +37,13 @@ def test_steps_are_counted_and_averaged():
         def script(replica, index):
             replica.run_to(3, gradient=float(index))
             manager = replica.manager
-            seen = (manager.current_step(), manager.batches_committed(), manager.num_participants(),
-                    manager.participating_rank(), manager.is_participating())  # fmt: skip
+            seen = (
+                manager.current_step(),
+                manager.batches_committed(),
+                manager.num_participants(),
+                manager.participating_rank(),
+                manager.is_participating(),
+            )
             replica.close()
             return seen
 
@@ -90,10 +95,15 @@ def test_spares_are_neutral_under_every_reduction(op, expected, dtype):
     """S4: two take part with 2 and 4; the third is a spare whose 100 must leave no trace."""
     with lighthouse() as server:
         three = [
-            Replica(server, f"r{i}", expected_replicas=3, min_replica_size=2,
-                    world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+            Replica(
+                server,
+                f"r{i}",
+                expected_replicas=3,
+                min_replica_size=2,
+                world_size_mode=WorldSizeMode.FIXED_WITH_SPARES,
+            )
             for i in range(3)
-        ]  # fmt: skip
+        ]
         values = [2, 4, 100]
 
         def script(replica, index):
@@ -543,7 +553,9 @@ def test_no_lighthouse_is_one_sentence():
     a.close()
 
 
-def test_a_lighthouse_that_stays_away_costs_the_connect_timeout_also_where_peers_may_be_late(caplog):
+def test_a_lighthouse_that_stays_away_costs_the_connect_timeout_also_where_peers_may_be_late(
+    caplog,
+):
     """As at the end of an epoch, where a vote waits four timeouts. One line says until when."""
     with lighthouse() as server:
         a = Replica(server, "r0", connect_timeout=timedelta(seconds=1))

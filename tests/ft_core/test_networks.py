@@ -153,9 +153,12 @@ def test_ranks_of_one_group_find_each_other_where_there_is_ipv6_only() -> None:
             def rank(number: int) -> bool:
                 with made.inside(0) as here:
                     options = JobOptions(
-                        name="a", group_rank=number, group_world_size=2, store_addr=here,
+                        name="a",
+                        group_rank=number,
+                        group_world_size=2,
+                        store_addr=here,
                         store_port=29_600,
-                    )  # fmt: skip
+                    )
                     with closing(IntraGroup(options, timeout_s=PATIENCE_S)) as in_group:
                         agreed = in_group.decide(True, all_of_them=True)
                     replica = Replica(

@@ -42,12 +42,20 @@ def form(state_dict: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("Adadelta", {}), ("Adam", {}), ("Adam", {"foreach": True}), ("Adamax", {}),
-        ("AdamW", {"amsgrad": True, "weight_decay": 0.1}), ("AdamW", {"fused": True}),
-        ("NAdam", {}), ("RAdam", {}), ("RMSprop", {"momentum": 0.9, "centered": True}),
-        ("Rprop", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}),
+        ("Adadelta", {}),
+        ("Adam", {}),
+        ("Adam", {"foreach": True}),
+        ("Adamax", {}),
+        ("AdamW", {"amsgrad": True, "weight_decay": 0.1}),
+        ("AdamW", {"fused": True}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("Rprop", {}),
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
     ],
-)  # fmt: skip
+)
 def test_it_is_what_the_first_step_makes(
     name: str, options: dict[str, Any], memory_format: torch.memory_format
 ) -> None:

@@ -34,13 +34,23 @@ class Loop:
         self._server, self._name, self._options = server, name, options
         self._rng, self._seen = random.Random(seed), seen
         self._mistakes = [
-            self.abandon, self.report, self.be_hasty, self.begin_twice, self.insist,
-        ]  # fmt: skip
+            self.abandon,
+            self.report,
+            self.be_hasty,
+            self.begin_twice,
+            self.insist,
+        ]
         if not careful:
             self._mistakes += [
-                self.move, self.give_up, self.fail_to_update, self.leave_out_an_update, self.load_badly, self.restart,
-                self.spoil, self.leave,
-            ]  # fmt: skip
+                self.move,
+                self.give_up,
+                self.fail_to_update,
+                self.leave_out_an_update,
+                self.load_badly,
+                self.restart,
+                self.spoil,
+                self.leave,
+            ]
         self._loads_badly = False
         self.made: Counter[str] = Counter()
         self.replica = self._start()
@@ -187,10 +197,15 @@ def test_equal_versions_are_equal_weights(seed: int) -> None:
     with lighthouse() as server:
         loops = [
             Loop(
-                server, f"r{i}", f"{seed} {i}", careful=i == 0, seen=seen, use_async_quorum=seed % 2 == 1
+                server,
+                f"r{i}",
+                f"{seed} {i}",
+                careful=i == 0,
+                seen=seen,
+                use_async_quorum=seed % 2 == 1,
             )
             for i in range(3)
-        ]  # fmt: skip
+        ]
         replicas(*[loop.run for loop in loops])
         held = [loop.replica.weights.tolist() for loop in loops]
     assert held[0] == held[1] == held[2]

@@ -114,7 +114,8 @@ def test_a_member_whose_state_differs_serves_it_no_more() -> None:
                     found.result(PATIENCE_S)
 
         def finish(member: LargeReplica) -> None:
-            while not last:  # the newcomer's source has lost its state: it may have to heal again, after a pause
+            # The newcomer's source has lost its state: it may have to heal again, after a pause.
+            while not last:
                 member.step()
             member.run_to(last[0])
             member.close()

@@ -47,10 +47,15 @@ IN_TWENTY_S = timedelta(seconds=20)
 def manager(address: str, name: str, **options: Any) -> torchft.TorchftManager:
     """Of a replica group of one rank, which is a thread; torchft's arguments."""
     given: dict[str, Any] = {
-        "min_replica_size": 1, "use_async_quorum": False, "timeout": IN_TWENTY_S,
-        "connect_timeout": IN_TWENTY_S, "rank": 0, "world_size": 1, "watch_process": False,
+        "min_replica_size": 1,
+        "use_async_quorum": False,
+        "timeout": IN_TWENTY_S,
+        "connect_timeout": IN_TWENTY_S,
+        "rank": 0,
+        "world_size": 1,
+        "watch_process": False,
         **options,
-    }  # fmt: skip
+    }
     return Manager(
         pg=ProcessGroupGloo(timeout=IN_TWENTY_S),
         lighthouse_addr=address,
@@ -104,10 +109,20 @@ def test_a_script_with_torchfts_imports_trains(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("number = 7\n")
     with lighthouse() as server:
         done = subprocess.run(
-            [sys.executable, "-m", "ft_core.compat.torchft", str(tmp_path / "train.py"), "--epochs"],
+            [
+                sys.executable,
+                "-m",
+                "ft_core.compat.torchft",
+                str(tmp_path / "train.py"),
+                "--epochs",
+            ],
             env={**os.environ, "PYTHONPATH": str(REPO), "TORCHFT_LIGHTHOUSE": server.address()},
-            cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
     assert "trained 7 ['--epochs'] __main__" in done.stdout, done.stderr
 
 
@@ -317,9 +332,13 @@ def test_a_mesh_whose_replicate_dimension_is_the_quorum() -> None:
 
     def sharded(address: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", SHARDED, address], capture_output=True, text=True,
-            timeout=PATIENCE_S, check=False, cwd=REPO,
-        )  # fmt: skip
+            [sys.executable, "-c", SHARDED, address],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+            cwd=REPO,
+        )
 
     with lighthouse(all_join=True) as server:
         address = server.address()
@@ -369,16 +388,30 @@ def test_a_list_of_fragments_with_an_outer_optimizer_each(quantized: bool) -> No
 
     def theirs(made: Any, model: nn.Module, inner: Any) -> Any:
         return DiLoCo(
-            made, fragments(model), inner, [outer_of(f.parameters()) for f in fragments(model)],
-            sync_every=4, use_bucketization=True, bucket_cap_mb=1, should_quantize=quantized,
-            fragment_sync_delay=1, fragment_update_alpha=0.25,
-        )  # fmt: skip
+            made,
+            fragments(model),
+            inner,
+            [outer_of(f.parameters()) for f in fragments(model)],
+            sync_every=4,
+            use_bucketization=True,
+            bucket_cap_mb=1,
+            should_quantize=quantized,
+            fragment_sync_delay=1,
+            fragment_update_alpha=0.25,
+        )
 
     def ours(made: Any, model: nn.Module, inner: Any) -> Any:
         return ft_core.DiLoCo(
-            made, model, inner, outer_of(model.parameters()), 4, fragments=fragments(model),
-            codec="int8" if quantized else None, fragment_sync_delay=1, fragment_update_alpha=0.25,
-        )  # fmt: skip
+            made,
+            model,
+            inner,
+            outer_of(model.parameters()),
+            4,
+            fragments=fragments(model),
+            codec="int8" if quantized else None,
+            fragment_sync_delay=1,
+            fragment_update_alpha=0.25,
+        )
 
     def run(build: Callable[..., Any]) -> list[Any]:
         with lighthouse(all_join=True) as server:
@@ -408,9 +441,10 @@ def test_a_state_with_the_model_heals_the_rest_of_it(kind: Any) -> None:
 
         def save(self) -> dict[str, Any]:
             return {
-                "model": self.model.state_dict(), "inner": self.inner.state_dict(),
+                "model": self.model.state_dict(),
+                "inner": self.inner.state_dict(),
                 "scheduler": dict(self.scheduler),
-            }  # fmt: skip
+            }
 
         def load(self, state: dict[str, Any]) -> None:
             self.loaded.append(set(state))

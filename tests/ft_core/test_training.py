@@ -86,9 +86,15 @@ def conv_net() -> nn.Module:
     Starts the same whichever threads draw from torch's generator meanwhile.
     """
     net = nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
-        nn.Linear(288, 1000), nn.ReLU(), nn.Linear(1000, 120), nn.Linear(120, 5),
-    )  # fmt: skip
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(288, 1000),
+        nn.ReLU(),
+        nn.Linear(1000, 120),
+        nn.Linear(120, 5),
+    )
     generator = torch.Generator().manual_seed(3)
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.05, generator=generator)
@@ -151,9 +157,13 @@ def test_without_faults_it_equals_torchs_ddp_bit_for_bit(
 ) -> None:
     def work(rank: int) -> list[Tensor]:
         replica = ReplicaGroup(
-            lighthouse, f"r{rank}", conv_net(), expected=2,
-            wrapper=wrapper, use_async_quorum=use_async_quorum,
-        )  # fmt: skip
+            lighthouse,
+            f"r{rank}",
+            conv_net(),
+            expected=2,
+            wrapper=wrapper,
+            use_async_quorum=use_async_quorum,
+        )
         try:
             for number in range(STEPS):
                 assert replica.step(batch(rank, number))

@@ -152,9 +152,18 @@ class Scenarios(Run):
 
 
 MUST_AGREE = (
-    "epoch", "batch_idx", "module_batch_idx", "last", "total", "digest", "lr", "schedulers",
-    "average", "steps", "manager_step",
-)  # fmt: skip
+    "epoch",
+    "batch_idx",
+    "module_batch_idx",
+    "last",
+    "total",
+    "digest",
+    "lr",
+    "schedulers",
+    "average",
+    "steps",
+    "manager_step",
+)
 
 
 def compare(a: list[Line], b: list[Line]) -> int:

@@ -97,7 +97,10 @@ class Networks:
         the others still take the network for one of 1,500 bytes."""
         hub, port = self.name(self.count), f"port{index}"
         _ip("-n", hub, "link", "set", port, "mtu", str(most))
-        for name in (hub, *map(self.name, range(self.count))):  # or large packets travel as one, uncut
+        for name in (
+            hub,
+            *map(self.name, range(self.count)),
+        ):  # or large packets travel as one, uncut
             _ip("-n", name, "link", "set", "eth0", "gso_max_segs", "1")
 
     def remove(self) -> None:

@@ -164,9 +164,14 @@ class Worker:
         elif stderr is not None:
             streams[2] = stderr if isinstance(stderr, int) else stderr.fileno()
         self.pid: int = server.ask(
-            argv=self.args, env=dict(env), cwd=str(cwd), streams=list(streams.items()),
-            adopted=False, session=True, process_group=None,
-        )  # fmt: skip
+            argv=self.args,
+            env=dict(env),
+            cwd=str(cwd),
+            streams=list(streams.items()),
+            adopted=False,
+            session=True,
+            process_group=None,
+        )
         for end in theirs:
             os.close(end)
 
@@ -224,9 +229,13 @@ class Server:
         self._process: subprocess.Popen[bytes] | Worker
         if fork_of is None:
             self._process = subprocess.Popen(
-                [sys.executable, *command], env=env, cwd=ROOT, stdin=pipe, stdout=pipe,
+                [sys.executable, *command],
+                env=env,
+                cwd=ROOT,
+                stdin=pipe,
+                stdout=pipe,
                 start_new_session=True,  # Ctrl-C is for pytest, at whose end this one ends
-            )  # fmt: skip
+            )
         else:
             self._process = Worker(fork_of, command, env, ROOT, pipe, pipe, None)
         self._lock = threading.Lock()

@@ -28,7 +28,10 @@ EXAMPLES: dict[str, list[str]] = {
     "examples/by_feature/early_stopping": [],
     "examples/by_feature/gradient_accumulation": ["--gradient_accumulation_steps", "2"],
     "examples/by_feature/gradient_accumulation_for_autoregressive_models": [
-        "--gradient_accumulation_steps", "2", "--per_device_batch_size", "8",
+        "--gradient_accumulation_steps",
+        "2",
+        "--per_device_batch_size",
+        "8",
     ],
     "examples/by_feature/local_sgd": ["--local_sgd_steps", "2"],
     "examples/by_feature/memory": [],
@@ -39,7 +42,7 @@ EXAMPLES: dict[str, list[str]] = {
     "examples/nlp_example": [],
     "examples/complete_nlp_example": ["--checkpointing_steps", "epoch", "--output_dir", "OUT"],
     "src/accelerate/test_utils/scripts/external_deps/test_metrics": [],
-}  # fmt: skip
+}
 
 
 def run(example: Path, given: list[str], folder: Path, *, ours: bool, kill: str) -> str | list[str]:
@@ -59,8 +62,12 @@ def run(example: Path, given: list[str], folder: Path, *, ours: bool, kill: str)
     with (folder / "output").open("wb") as output:
         code = subprocess.run(
             [sys.executable, *launch, *script],
-            env=env, stdout=output, stderr=output, timeout=PATIENCE_S, cwd=Path.cwd(),
-        ).returncode  # fmt: skip
+            env=env,
+            stdout=output,
+            stderr=output,
+            timeout=PATIENCE_S,
+            cwd=Path.cwd(),
+        ).returncode
     said = (folder / "output").read_text()
     lines = said.splitlines()
     if kill and "was killed by SIGKILL" not in said:

@@ -58,9 +58,14 @@ def tokenizer(*args: Any, **kwargs: Any) -> Any:
         special_tokens=[("[CLS]", numbers["[CLS]"]), ("[SEP]", numbers["[SEP]"])],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=base, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-        sep_token="[SEP]", eos_token="[EOS]", model_max_length=64,
-    )  # fmt: skip
+        tokenizer_object=base,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        eos_token="[EOS]",
+        model_max_length=64,
+    )
 
 
 def load_dataset(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -95,11 +100,16 @@ def classifier(*args: Any, **kwargs: Any) -> Any:
 
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=len(SPECIAL) + len(WORDS), hidden_size=32, num_hidden_layers=2,
-            num_attention_heads=2, intermediate_size=64, max_position_embeddings=64,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=len(SPECIAL) + len(WORDS),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
-    )  # fmt: skip
+    )
 
 
 def language_model(*args: Any, **kwargs: Any) -> Any:
@@ -107,11 +117,15 @@ def language_model(*args: Any, **kwargs: Any) -> Any:
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(SPECIAL) + len(WORDS), hidden_size=32, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
+            vocab_size=len(SPECIAL) + len(WORDS),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=64,
             max_position_embeddings=128,
         )
-    )  # fmt: skip
+    )
 
 
 def make_what_the_hub_has() -> None:

@@ -71,9 +71,15 @@ class Player:
             basis = Basis(self.step, self.lineage, bases=(fields["last_members"],))
             fields.setdefault("basis", basis)
         self._join = join = Join(
-            self.job, self.name, self.replica_id, self.step, self.lineage, (b"a",),
-            promised=self.promised, **fields,
-        )  # fmt: skip
+            self.job,
+            self.name,
+            self.replica_id,
+            self.step,
+            self.lineage,
+            (b"a",),
+            promised=self.promised,
+            **fields,
+        )
         self.say(join)
         deadline, heard = time.monotonic() + PATIENCE_S, len(self.heard)
         while self.promised == join.promised and len(self.heard) == heard:

@@ -172,7 +172,10 @@ def test_a_job_goes_on_after_some_time_if_it_is_told_to(context: zmq.Context[Any
         player = Player(address, "a", context)
         player.step = 5
         player.join(genesis=9, held=1)
-        assert "gave up waiting for 1 of 2 expected replica groups (here: a)" in player.await_quorum().reason
+        assert (
+            "gave up waiting for 1 of 2 expected replica groups (here: a)"
+            in player.await_quorum().reason
+        )
         player.close()
 
 
@@ -206,9 +209,17 @@ def torchft_lighthouse(*options: str) -> list[str]:
 
 def test_torchfts_command_starts_a_lighthouse_with_its_options() -> None:
     command = torchft_lighthouse(
-        "--min_replicas", "2", "--bind", "[::]:0", "--join_timeout_ms", "250",
-        "--heartbeat_timeout_ms", "5000", "--quorum_tick_ms", "100",
-    )  # fmt: skip
+        "--min_replicas",
+        "2",
+        "--bind",
+        "[::]:0",
+        "--join_timeout_ms",
+        "250",
+        "--heartbeat_timeout_ms",
+        "5000",
+        "--quorum_tick_ms",
+        "100",
+    )
     with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("lighthouse listening on tcp://")
@@ -226,9 +237,13 @@ def test_torchfts_command_starts_a_lighthouse_with_its_options() -> None:
 )
 def test_torchfts_options_are_those_of_the_command(option: str, sentence: str) -> None:
     done = subprocess.run(
-        torchft_lighthouse("--min_replicas=1", option), cwd=REPO, capture_output=True, text=True,
-        timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+        torchft_lighthouse("--min_replicas=1", option),
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert sentence in done.stderr
 
@@ -252,8 +267,16 @@ def test_an_absent_lighthouse_is_one_sentence_and_exit_1() -> None:
 
 def test_help_names_every_timeout_and_its_default() -> None:
     text = " ".join(run("--help").stdout.split())
-    for option in ("heartbeat-timeout", "join-timeout", "step-timeout", "revoke-timeout",
-                   "heal-timeout", "connect-timeout", "resend", "heartbeat"):  # fmt: skip
+    for option in (
+        "heartbeat-timeout",
+        "join-timeout",
+        "step-timeout",
+        "revoke-timeout",
+        "heal-timeout",
+        "connect-timeout",
+        "resend",
+        "heartbeat",
+    ):
         assert f"--{option} SECONDS" in text
     assert "[default: 60.0]" in text
     assert "[derived: timeout / 12, at least 0.5]" in text

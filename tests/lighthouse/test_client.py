@@ -44,9 +44,23 @@ def test_addresses_that_can_be_connected_to(written: str, normal: str) -> None:
 
 @pytest.mark.parametrize(
     "written",
-    ["", "host", "host:", ":29510", "tcp://", "host:port", "host:70000", "host:0", "*:29510",
-     "tcp://a b:1", "ipc:///tmp/x:1", "tcp://host:1/path", "http://user@host:1", "tcp://host:١"],
-)  # fmt: skip
+    [
+        "",
+        "host",
+        "host:",
+        ":29510",
+        "tcp://",
+        "host:port",
+        "host:70000",
+        "host:0",
+        "*:29510",
+        "tcp://a b:1",
+        "ipc:///tmp/x:1",
+        "tcp://host:1/path",
+        "http://user@host:1",
+        "tcp://host:١",
+    ],
+)
 def test_addresses_that_can_not(written: str) -> None:
     with pytest.raises(ValueError, match="write"):
         normalize_address(written)

@@ -323,7 +323,9 @@ def test_a_vote_that_has_arrived_in_time_is_not_late(
     """The server was busy until the deadline had passed, and reads one frame before it looks at it."""
     monkeypatch.setattr(server_module, "BATCH_MESSAGES", 1)
     monkeypatch.setattr(server_module, "PUT_OFF_S", PATIENCE_S)
-    limits = Timeouts.derive(60.0, heartbeat_timeout_s=3.0, revoke_timeout_s=4.0, join_timeout_s=0.5)
+    limits = Timeouts.derive(
+        60.0, heartbeat_timeout_s=3.0, revoke_timeout_s=4.0, join_timeout_s=0.5
+    )
     other, blocked, go_on = JobKey("other", "room"), threading.Event(), threading.Event()
 
     def block(note: Note) -> None:
@@ -355,7 +357,8 @@ def test_a_vote_that_has_arrived_in_time_is_not_late(
         fds = server._endpoint._routes.fd_of
         (fd,) = (fd for peer, fd in fds.items() if peer.decode().startswith("b-"))
         most = 15 * len(codec.encode(beat))  # more than the vote and what came before it
-        for _ in range(2):  # when the second lot was read, ZeroMQ's thread has handed over the first
+        # When the second lot was read, ZeroMQ's thread has handed over the first.
+        for _ in range(2):
             known = server._endpoint._received_by(fd)
             for _ in range(20):
                 b.say(beat)

@@ -26,8 +26,13 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TORCHFT", "FT_"))}
     return subprocess.run(
         [str(part) for part in command],
-        cwd=cwd, env=kept, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+        cwd=cwd,
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
 
 
 def checked(*command: str | Path, cwd: Path) -> str:
@@ -119,8 +124,11 @@ def test_commands(environment: Path, tmp_path: Path, command: str, says: str) ->
 def test_a_lighthouse_of_the_wheel_answers(environment: Path, tmp_path: Path) -> None:
     server = subprocess.Popen(
         [environment / "lighthouse", "--bind", "tcp://127.0.0.1:0"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         assert server.stdout is not None
         for line in server.stdout:

@@ -64,9 +64,7 @@ def lighthouse_process() -> Iterator[Callable[[int], LighthouseProcess]]:
     started: list[LighthouseProcess] = []
 
     def start(port: int = 0) -> LighthouseProcess:
-        arguments = (
-            "--timeout", str(TIMEOUT_S), "--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)
-        )  # fmt: skip
+        arguments = ("--timeout", str(TIMEOUT_S), "--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S))
         started.append(LighthouseProcess(port=port, arguments=arguments))
         return started[-1]
 

@@ -35,9 +35,12 @@ class Worker:
     def __init__(self, *, holds: Sequence[str] = (), **options: Any) -> None:
         words = [json.dumps(options), *holds]
         self.process = workers.start(
-            "torch", ["-m", "tests.process.worker", *words], env=os.environ,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            "torch",
+            ["-m", "tests.process.worker", *words],
+            env=os.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self.reports: list[Report] = []
         self.name = options["name"]
         self.rank = options.get("rank", 0)

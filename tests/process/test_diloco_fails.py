@@ -17,9 +17,15 @@ from tests.process.conftest import ENDLESS_S, JobFactory
 from tests.process.driver import Job, await_voted, frozen
 
 STREAMING = {
-    "kind": "DiLoCo", "sync_every": 8, "fragments": 2, "fragment_sync_delay": 2,
-    "fragment_update_alpha": 0.5, "codec": "int8", "error_feedback": True, "bucket_bytes": 256,
-}  # fmt: skip
+    "kind": "DiLoCo",
+    "sync_every": 8,
+    "fragments": 2,
+    "fragment_sync_delay": 2,
+    "fragment_update_alpha": 0.5,
+    "codec": "int8",
+    "error_feedback": True,
+    "bucket_bytes": 256,
+}
 DILOCO = {"kind": "DiLoCo", "sync_every": 4, "keep_windows": True, "weighted": True}
 LOCAL = {"kind": "LocalSGD", "sync_every": 4}
 

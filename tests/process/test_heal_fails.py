@@ -82,7 +82,8 @@ def test_last_source_is_killed(job: Job) -> None:
     fresh = job.start("0")
     assert target.await_commit()["step"] < 10
     for worker in (target, fresh):
-        worker.await_commits(3)  # the target may have started over alone, and be far ahead in reports
+        # The target may have started over alone, and be far ahead in reports.
+        worker.await_commits(3)
     for worker in (target, fresh):
         worker.mark()
     steps = [worker.await_commit()["step"] for worker in (target, fresh)]

@@ -75,7 +75,9 @@ class RunOptions:
     resume_at: int = 0
     says: bool = False
     outer: dict[str, Any] | None = None  # a run of `tests.ft_core.diloco.training` instead
-    shards: int = 0  # ranks of a group that trains a model of shards (`tests.ft_core.sharded.training`)
+    shards: int = (
+        0  # ranks of a group that trains a model of shards (`tests.ft_core.sharded.training`)
+    )
 
 
 @dataclass(slots=True)

@@ -78,8 +78,22 @@ from lighthouse.wire.messages import (
 )
 
 JOB = JobKey("job", "room")
-HIDDEN = ("job", "addresses", "schema_text", "name", "group_world_size", "nonce", "promised",
-          "genesis", "held", "attempt", "compare", "rests", "bases", "basis")  # fmt: skip
+HIDDEN = (
+    "job",
+    "addresses",
+    "schema_text",
+    "name",
+    "group_world_size",
+    "nonce",
+    "promised",
+    "genesis",
+    "held",
+    "attempt",
+    "compare",
+    "rests",
+    "bases",
+    "basis",
+)
 FIRST_TERM = Term(0, 1)
 
 
@@ -268,17 +282,29 @@ class JobStage:
         last = tuple(given["last"].split(",")) if "last" in given else ()
         ranks = (who.encode(),) * words.number("ranks", 1)
         return Join(
-            JOB, given.get("name", who), who, words.number("step"), lineage, ranks,
-            quorum_id=words.quorum("quorum"), last_members=last, in_doubt=doubt,
-            min_replicas=words.number("min"), expected_replicas=words.number("expected"),
+            JOB,
+            given.get("name", who),
+            who,
+            words.number("step"),
+            lineage,
+            ranks,
+            quorum_id=words.quorum("quorum"),
+            last_members=last,
+            in_doubt=doubt,
+            min_replicas=words.number("min"),
+            expected_replicas=words.number("expected"),
             can_heal=not words.flag("no_heal"),
-            group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
+            group_commit=words.flag("group_commit"),
+            schema=given.get("schema", ""),
             schema_text=given.get("schema", ""),
-            genesis=words.number("genesis"), held=words.quorum("held"),
-            promised=term_from(given["promised"]) if "promised" in given
+            genesis=words.number("genesis"),
+            held=words.quorum("held"),
+            promised=term_from(given["promised"])
+            if "promised" in given
             else self.promised.get(who, NO_TERM),
-            basis=self._basis(words, last, lineage), left=words.number("left", self.left[who]),
-        )  # fmt: skip
+            basis=self._basis(words, last, lineage),
+            left=words.number("left", self.left[who]),
+        )
 
     def _basis(self, words: Words, last: tuple[str, ...], lineage: str) -> Basis | None:
         """`start=STEP/LINEAGE`, `committed`, `each`, `bases=a,b/c`: of the last quorum, which started, if
@@ -314,12 +340,21 @@ class JobStage:
         if lineage == "head":
             lineage = self._head()
         return Vote(
-            JOB, who, quorum_id, step, lineage, words.flag("yes"),
-            given.get("reason", ""), given.get("phase", "reducing"), words.flag("stalled"),
-            words.flag("leaving"), given.get("control", "").encode(),
-            words.number("updates", NOT_COUNTED), given.get("digest", "").encode(),
+            JOB,
+            who,
+            quorum_id,
+            step,
+            lineage,
+            words.flag("yes"),
+            given.get("reason", ""),
+            given.get("phase", "reducing"),
+            words.flag("stalled"),
+            words.flag("leaving"),
+            given.get("control", "").encode(),
+            words.number("updates", NOT_COUNTED),
+            given.get("digest", "").encode(),
             admits=not words.flag("shut"),
-        )  # fmt: skip
+        )
 
     def _heartbeat(self, who: str, words: Words) -> Heartbeat:
         return Heartbeat(JOB, who, words.quorum("quorum"), words.number("step"))
@@ -350,9 +385,16 @@ class ReplicaStage:
     def __init__(self, words: Words, names: Names) -> None:
         self.now, self.names, self.hidden = 0.0, names, hidden_by(words)
         self.fetches: dict[tuple[int, str], list[FetchState]] = {}  # of each state
-        join = Join(JOB, "a", "a", words.number("step"), words.given.get("lineage", "root"),
-                    (b"a",), group_commit=words.flag("group_commit"),
-                    promised=NO_TERM if words.flag("fresh") else FIRST_TERM)  # fmt: skip
+        join = Join(
+            JOB,
+            "a",
+            "a",
+            words.number("step"),
+            words.given.get("lineage", "root"),
+            (b"a",),
+            group_commit=words.flag("group_commit"),
+            promised=NO_TERM if words.flag("fresh") else FIRST_TERM,
+        )
         self.machine = Replica(join, resend_s=1.0, revoke_grace_s=0.5)
 
     def do(self, words: Words) -> list[str]:
@@ -393,12 +435,16 @@ class ReplicaStage:
             return Fail(plain[0], stalled=words.flag("stalled"))
         if name == "vote":
             return CastVote(
-                words.flag("yes"), control=words.given.get("control", "").encode(),
+                words.flag("yes"),
+                control=words.given.get("control", "").encode(),
                 updates=words.number("updates", NOT_COUNTED),
-                digest=words.given.get("digest", "").encode(), admits=not words.flag("shut"),
-            )  # fmt: skip
+                digest=words.given.get("digest", "").encode(),
+                admits=not words.flag("shut"),
+            )
         if name == "configured":
-            return Configured(id_from(plain[0]), error, tuple(words.given.get("missed", "").split()))
+            return Configured(
+                id_from(plain[0]), error, tuple(words.given.get("missed", "").split())
+            )
         if name == "tried":
             return Tried(*reach_from(words))
         if name == "fetched":
@@ -408,7 +454,11 @@ class ReplicaStage:
         if name == "overwrite":
             return Overwrite(in_step=words.flag("in_step"))
         if name == "published":
-            return Published(None) if words.flag("none") else Published((self.machine.step, self.machine.lineage))
+            return (
+                Published(None)
+                if words.flag("none")
+                else Published((self.machine.step, self.machine.lineage))
+            )
         reply: ReplicaEvent = getattr(self, f"_{name}")(words)
         return reply
 
@@ -431,13 +481,21 @@ class ReplicaStage:
             Member(n.rstrip("*"), 1, (n.rstrip("*").encode(),), n.endswith("*")) for n in names
         )
         return Quorum(
-            JOB, id_from(words.plain[0]), words.number("step"),
-            self.names.resolve(given.get("lineage", "root")), words.quorum("base"),
-            tuple(given.get("removed", "").split()), changed, "test", given.get("settle", ""),
-            given.get("control", "").encode(), words.number("nonce", FIRST_TERM.nonce),
-            words.number("genesis"), words.quorum("held"),
+            JOB,
+            id_from(words.plain[0]),
+            words.number("step"),
+            self.names.resolve(given.get("lineage", "root")),
+            words.quorum("base"),
+            tuple(given.get("removed", "").split()),
+            changed,
+            "test",
+            given.get("settle", ""),
+            given.get("control", "").encode(),
+            words.number("nonce", FIRST_TERM.nonce),
+            words.number("genesis"),
+            words.quorum("held"),
             int(given.get("attempt", ONE_RANK)),
-        )  # fmt: skip
+        )
 
     def _decision(self, words: Words) -> Decision:
         quorum_id, step = ids_from(words.plain[0])
@@ -447,9 +505,15 @@ class ReplicaStage:
             words.given["step"] = words.given.get("next_step", str(step))
             following = self._quorum(words)
         return Decision(
-            JOB, quorum_id, step, words.flag("commit"), "test", following,
-            words.flag("waiting"), words.given.get("control", "").encode(),
-        )  # fmt: skip
+            JOB,
+            quorum_id,
+            step,
+            words.flag("commit"),
+            "test",
+            following,
+            words.flag("waiting"),
+            words.given.get("control", "").encode(),
+        )
 
     def _revoke(self, words: Words) -> Revoke:
         quorum_id, step = ids_from(words.plain[0])
@@ -460,7 +524,9 @@ class ReplicaStage:
 
     def _expelled(self, words: Words) -> Expelled:
         hung, differs = words.flag("hung"), words.flag("differs")
-        return Expelled(JOB, id_from(words.plain[0]), words.given.get("reason", "evicted"), hung, differs)
+        return Expelled(
+            JOB, id_from(words.plain[0]), words.given.get("reason", "evicted"), hung, differs
+        )
 
     def _waiting(self, words: Words) -> Waiting:
         if "offer" in words.given:
@@ -504,23 +570,41 @@ class GroupStage(ReplicaStage):
         given, lineage = words.given, words.given.get("lineage", "root")
         doubt = InDoubt(*ids_from(given["doubt"]), "after") if "doubt" in given else None
         return Join(
-            JOB, "a", "a", words.number("step"), lineage, (f"at-{rank}".encode(),),
-            quorum_id=words.quorum("quorum"), in_doubt=doubt, can_heal=not words.flag("no_heal"),
-            group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
+            JOB,
+            "a",
+            "a",
+            words.number("step"),
+            lineage,
+            (f"at-{rank}".encode(),),
+            quorum_id=words.quorum("quorum"),
+            in_doubt=doubt,
+            can_heal=not words.flag("no_heal"),
+            group_commit=words.flag("group_commit"),
+            schema=given.get("schema", ""),
             promised=term_from(given["promised"]) if "promised" in given else FIRST_TERM,
-            attempt=words.number("attempt"), left=words.number("left"),
+            attempt=words.number("attempt"),
+            left=words.number("left"),
             basis=Basis(words.number("step"), lineage) if words.flag("reports") else None,
-        )  # fmt: skip
+        )
 
     def _says_vote(self, rank: str, words: Words) -> Vote:
         given = words.given
         return Vote(
-            JOB, "a", *ids_from(words.plain[0]), given.get("lineage", "root"), words.flag("yes"),
-            given.get("reason", ""), given.get("phase", "reducing"), words.flag("stalled"),
-            words.flag("leaving"), given.get("control", "").encode(),
-            words.number("updates", NOT_COUNTED), given.get("digest", "").encode(),
-            words.number("attempt"), admits=not words.flag("shut"),
-        )  # fmt: skip
+            JOB,
+            "a",
+            *ids_from(words.plain[0]),
+            given.get("lineage", "root"),
+            words.flag("yes"),
+            given.get("reason", ""),
+            given.get("phase", "reducing"),
+            words.flag("stalled"),
+            words.flag("leaving"),
+            given.get("control", "").encode(),
+            words.number("updates", NOT_COUNTED),
+            given.get("digest", "").encode(),
+            words.number("attempt"),
+            admits=not words.flag("shut"),
+        )
 
     def _says_heartbeat(self, rank: str, words: Words) -> Heartbeat:
         return Heartbeat(JOB, "a", words.quorum("quorum"), words.number("step"))

@@ -85,8 +85,10 @@ def _many(seeds: range, profile: Callable[[int], Profile], keep_going: bool, job
             if not result.woken:
                 worst = max(worst, (result.recovered_s, seed))
     seconds = time.perf_counter() - began
-    print(f"{ran} seeds, {failed} failed, {commits} commits, {events} events, {seconds:.1f} s "
-          f"({ran / seconds:.0f} a second); slowest recovery {worst[0]:.1f} s (seed {worst[1]})")  # fmt: skip
+    print(
+        f"{ran} seeds, {failed} failed, {commits} commits, {events} events, {seconds:.1f} s "
+        f"({ran / seconds:.0f} a second); slowest recovery {worst[0]:.1f} s (seed {worst[1]})"
+    )
     return 1 if failed else 0
 
 

@@ -132,7 +132,8 @@ class Checker:
     forks: int = 0
     expelled: set[str] = field(default_factory=set)
     evicted: set[str] = field(default_factory=set)  # slower than the timeouts allow
-    flipped: set[str] = field(default_factory=set)  # a bit of its state, which nobody has noticed yet
+    # A bit of its state, which nobody has noticed yet.
+    flipped: set[str] = field(default_factory=set)
 
     @property
     def newest(self) -> Birth:
@@ -223,8 +224,10 @@ class Checker:
             expected = set(birth.members) - self.healing[total.quorum_id]
         else:
             expected = set(birth.members)
-        self.require(set(contributors) == expected,
-                     f"S4: {contributors} contributed, {sorted(expected)} should have")  # fmt: skip
+        self.require(
+            set(contributors) == expected,
+            f"S4: {contributors} contributed, {sorted(expected)} should have",
+        )
         bases = {part.state for part in total.parts}
         self.require(len(bases) == 1, f"S4: gradients of one sum come from states {bases}")
 
@@ -253,12 +256,18 @@ class Checker:
         self.require(self.at[replica_id] == before, f"S6: {replica_id} lost {self.at[replica_id]}")
         nonce, number = quorum_id >> ID_BITS, id_of(quorum_id)
         expected = (before[0] + 1, next_lineage(before[1], nonce, number, step))
-        self.require(step == before[0] and after == expected,
-                     f"S5: {replica_id} applied the sum of {quorum_id}/{step}, now at {after}")  # fmt: skip
-        self.require({p.state for p in total.parts} == {self.states[before]},
-                     f"S4: {replica_id} applied gradients of another state")  # fmt: skip
-        self.require(outcome.participants == len(total.parts),
-                     f"S4: {outcome.participants} participants, {len(total.parts)} parts")  # fmt: skip
+        self.require(
+            step == before[0] and after == expected,
+            f"S5: {replica_id} applied the sum of {quorum_id}/{step}, now at {after}",
+        )
+        self.require(
+            {p.state for p in total.parts} == {self.states[before]},
+            f"S4: {replica_id} applied gradients of another state",
+        )
+        self.require(
+            outcome.participants == len(total.parts),
+            f"S4: {outcome.participants} participants, {len(total.parts)} parts",
+        )
         self.require(replica_id in self.yes.get((quorum_id, step), ()), "committed without a yes")
         self._unanimous(quorum_id, step)
         self._fork(replica_id, quorum_id, before, after)
@@ -315,7 +324,8 @@ class Checker:
         for other, other_id in children.items():
             self.forks += 1
             older, newer = sorted(
-                ((other_id, other), (quorum_id, after)), key=lambda child: self.births[child[0]].number
+                ((other_id, other), (quorum_id, after)),
+                key=lambda child: self.births[child[0]].number,
             )
             if self.group_commit:
                 continue
@@ -325,9 +335,11 @@ class Checker:
                 ignored &= birth.reachable
             elif before[0] == 0:  # being out of reach is no excuse; at step 0 none is needed
                 ignored.clear()
-            self.require(not ignored,
-                         f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
-                         f"though {sorted(ignored)} held the former")  # fmt: skip
+            self.require(
+                not ignored,
+                f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
+                f"though {sorted(ignored)} held the former",
+            )
         children[after] = quorum_id
 
     def _goes_back(self, older: Birth, before: Position) -> Birth | None:
@@ -371,7 +383,9 @@ class Checker:
             return
         voted_at, life = self.ballots[(quorum_id, step)]
         # A lighthouse that lost its memory meanwhile settles by the members that it can reach.
-        excused = self.cut_since(voted_at) | self.unreachable() if self.life() != life else frozenset()
+        excused = (
+            self.cut_since(voted_at) | self.unreachable() if self.life() != life else frozenset()
+        )
         living = self.living() - excused
         yes = sorted(r for r, c in told.items() if c and r in living)
         no = sorted(r for r, c in told.items() if not c and r in living)

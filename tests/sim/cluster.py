@@ -183,7 +183,9 @@ class Cluster:
             self.network.break_link(process.link, lighthouse_s=0.002, process_s=0.0)
             back_at = self.clock.now + self.profile.restart_s + process.stays_away_s
             if any(fault.kind == "finish" for fault in self.profile.faults):
-                together_s = TOGETHER_S + self.profile.restart_s + self.profile.timeouts.connect_timeout_s
+                together_s = (
+                    TOGETHER_S + self.profile.restart_s + self.profile.timeouts.connect_timeout_s
+                )
                 back_at = math.ceil(back_at / together_s) * together_s
             self.clock.at(back_at, self.spawn, process.slot)  # by its supervisor
 
@@ -207,15 +209,28 @@ class Cluster:
         that was stopped has yet to read."""
         since = self.clock.now - self.profile.timeouts.join_timeout_s
         joins_s = self.profile.timeouts.resend_s  # it takes to follow a lighthouse and to join
-        unread = {m.replica_id for place in self.lighthouses for _, _, m in place.missed if isinstance(m, Join)}
+        unread = {
+            m.replica_id
+            for place in self.lighthouses
+            for _, _, m in place.missed
+            if isinstance(m, Join)
+        }
         return frozenset(
-            r for r, p in self.running.items()
+            r
+            for r, p in self.running.items()
             if p.job == job
-            and (p.paused or p.habits.hung or p.link.blocked or p.left
-                 or p.link.state != UP or p.link.since > self.clock.now - joins_s
-                 or self._cut_until.get(r, 0.0) > since or r in unread
-                 or (p.link.lost_at > since and self._joined.get(r) != self._term))
-        )  # fmt: skip
+            and (
+                p.paused
+                or p.habits.hung
+                or p.link.blocked
+                or p.left
+                or p.link.state != UP
+                or p.link.since > self.clock.now - joins_s
+                or self._cut_until.get(r, 0.0) > since
+                or r in unread
+                or (p.link.lost_at > since and self._joined.get(r) != self._term)
+            )
+        )
 
     # ------------------------------------------------------------------ the lighthouses
 
@@ -391,4 +406,3 @@ class Cluster:
                 value = f"({Cluster.short(value)})"
             shown.append(f"{name}={value}")
         return f"{type(inner).__name__} {' '.join(shown)}"
-

@@ -37,7 +37,9 @@ setup(name="compiled", packages=[], ext_modules=mypycify(options + {files!r}, op
 
 def copy(folder: Path) -> None:
     for package in COPIED:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     (folder / "ft_core" / "__init__.py").write_text("")  # it imports torch, which mypy would read
     handlers = ", ".join(
         f"{event.__module__.rpartition('.')[2]}.{event.__name__}: {method!r}"
@@ -57,27 +59,38 @@ def _replace(file: Path, old: str, new: str) -> None:
 
 
 def build(folder: Path) -> None:
-    found = (path for name in COMPILED for path in sorted([*(folder / name).glob("*.py"), folder / name]))
+    found = (
+        path for name in COMPILED for path in sorted([*(folder / name).glob("*.py"), folder / name])
+    )
     files = [
         str(path.relative_to(folder))
         for path in found
         if path.is_file() and path.stem not in INTERPRETED and not path.stem.startswith("test_")
     ]
     (folder / "setup.py").write_text(SETUP.format(files=files))
-    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=folder, check=True)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=folder, check=True
+    )
 
 
 def outcome(folder: Path) -> str:
     """What the simulator says of the seeds that are compared, but for how long it took."""
     command = [sys.executable, "-m", "tests.sim", "--keep-going", "--seeds", COMPARED]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    said = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True
+    ).stdout
     print(f"{folder}: {said}", end="")
-    return " ".join(part for part in said.split(",") if "a second" not in part) + said.rpartition(";")[2]
+    return (
+        " ".join(part for part in said.split(",") if "a second" not in part)
+        + said.rpartition(";")[2]
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="is made; must not exist")
     folder = parser.parse_args().folder.absolute()
     copy(folder)

@@ -47,8 +47,16 @@ LOCAL_S = (0.0002, 0.01)
 RESTART_S = 0.3
 COMMITS_WANTED = 3
 """Steps that all ranks of all groups must have made together once faults have stopped."""
-FAULTS = ("kill a rank", "kill the leader", "kill the group", "no", "give up", "all give up",
-          "hang a rank", "lighthouse")  # fmt: skip
+FAULTS = (
+    "kill a rank",
+    "kill the leader",
+    "kill the group",
+    "no",
+    "give up",
+    "all give up",
+    "hang a rank",
+    "lighthouse",
+)
 
 
 class RankChecker(Checker):
@@ -135,10 +143,14 @@ class Group:
         self.ranks = {
             world.rank: Process(
                 world,  # type: ignore[arg-type]
-                slot, JOB, life, Habits(forward_s=groups.rng.uniform(0.04, 0.1)), start,
+                slot,
+                JOB,
+                life,
+                Habits(forward_s=groups.rng.uniform(0.04, 0.1)),
+                start,
             )
             for world, start in zip(groups.worlds, groups.keeper.parts_of(START), strict=True)
-        }  # fmt: skip
+        }
 
     def start(self) -> None:
         self.groups.network.attach(self.link)

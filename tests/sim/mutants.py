@@ -242,16 +242,19 @@ def found_by(mutant: Mutant | None, nets: dict[str, Callable[[], Net]] = NETS) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print each mutant and the net that finds it; 0 if each that survives is listed with a reason."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="patterns; none: all mutants")
     parser.add_argument("--quick", action="store_true", help="those with `says`, in the suite")
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
     options = parser.parse_args(arguments)
     chosen = [
-        m for m in load()
+        m
+        for m in load()
         if (not options.names or any(re.search(p, f"{m.module} {m.name}") for p in options.names))
         and (m.says or not options.quick)
-    ]  # fmt: skip
+    ]
     nets = {name: NETS[name] for name in options.nets}
     if any(found := found_by(None, {"scenarios": scenarios})):
         print(f"a net finds something without a mutant: {found}")
@@ -263,7 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bad = (not re.search(mutant.says, text)) if options.quick else not (net or mutant.survives)
         wrong += bad
         table[net or "survivors"] += 1
-        print(f"{'WRONG ' * bad}{mutant.module} {mutant.name}: {net or 'SURVIVES'}; {text}", flush=True)
+        print(
+            f"{'WRONG ' * bad}{mutant.module} {mutant.name}: {net or 'SURVIVES'}; {text}",
+            flush=True,
+        )
     print(f"{len(chosen)} mutants: " + ", ".join(f"{n} {name}" for name, n in table.most_common()))
     return min(wrong, 1)
 

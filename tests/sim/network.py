@@ -65,7 +65,7 @@ class Link:
         "since",
         "state",
         "up_at",
-    )  # fmt: skip
+    )
 
     def __init__(self, name: str, owner: Endpoint) -> None:
         self.name = name

@@ -128,7 +128,9 @@ class Plane:
         members, mine = group.members, group.members.index(replica_id)
         found = set(members).difference(group.joined)
         for rank, other in enumerate(members):
-            ways = [(other, replica_id)] if rank < mine else [(replica_id, other), (other, replica_id)]
+            ways = (
+                [(other, replica_id)] if rank < mine else [(replica_id, other), (other, replica_id)]
+            )
             slots = [(a.partition(":")[0], b.partition(":")[0]) for a, b in ways]
             if rank != mine and self.swallowed.intersection(slots):
                 found.add(other)
@@ -188,15 +190,11 @@ class Plane:
         ends = [m for m in group.members if self.cuts and self.missed(m, group.members)]
         for member in ends:
             process = group.joined[member]
-            self._clock.after(
-                2 * self.connect_s, self._notice, group, sequence, operation, process
-            )
+            self._clock.after(2 * self.connect_s, self._notice, group, sequence, operation, process)
         if not ends:
             self._deliver(group, sequence, operation)
 
-    def _notice(
-        self, group: Group, sequence: int, operation: Operation, process: Process
-    ) -> None:
+    def _notice(self, group: Group, sequence: int, operation: Operation, process: Process) -> None:
         """Nothing that this member has sent was confirmed."""
         if not operation.under_way:
             missed = self.missed(process.replica_id, group.members)

@@ -117,11 +117,19 @@ class Process:
         (step, lineage), self.state, (genesis, held) = start
         options = cluster.profile
         template = Join(
-            job, slot, self.replica_id, step, lineage, (self.replica_id.encode(),),
-            group_commit=options.group_commit, min_replicas=options.min_replicas,
-            expected_replicas=cluster.expected(job), can_heal=slot not in options.no_heal,
-            genesis=genesis, held=held,
-        )  # fmt: skip
+            job,
+            slot,
+            self.replica_id,
+            step,
+            lineage,
+            (self.replica_id.encode(),),
+            group_commit=options.group_commit,
+            min_replicas=options.min_replicas,
+            expected_replicas=cluster.expected(job),
+            can_heal=slot not in options.no_heal,
+            genesis=genesis,
+            held=held,
+        )
         # Where there are several jobs, the lighthouse's option is the number of all their processes.
         if options.own_rules and cluster.work_rng.random() < 0.5 and options.jobs == 1:
             template = replace(template, min_replicas=0, expected_replicas=0)
@@ -674,12 +682,20 @@ class Process:
             return
         self.state, self.updates = self._updated(total), 1
         self.checker.committed(
-            self.replica_id, (step_before, lineage_before), position, self.state, total, outcome,
+            self.replica_id,
+            (step_before, lineage_before),
+            position,
+            self.state,
+            total,
+            outcome,
             clock.now,
-        )  # fmt: skip
+        )
         self.commits += 1
         self._showable = admits
-        if shown is not None and shown[0] == (step_before, lineage_before):  # else it has healed since
+        if shown is not None and shown[0] == (
+            step_before,
+            lineage_before,
+        ):  # else it has healed since
             self.cluster.observed(self, shown)
         every = self.habits.checkpoint_every
         if every and self.commits % every == 0:

@@ -10,13 +10,27 @@ from lighthouse.machine.pairs import ANSWER_S
 from tests.sim.network import NetworkProfile
 
 FAULTS = (
-    "crash", "pause", "stall", "partition", "drop", "hang", "lighthouse", "leave",
-    "leave_after_step", "false_death_notice", "bad_heal", "slow_heal", "bad_configure",
-    "slow_configure", "errors", "slow",
-)  # fmt: skip
+    "crash",
+    "pause",
+    "stall",
+    "partition",
+    "drop",
+    "hang",
+    "lighthouse",
+    "leave",
+    "leave_after_step",
+    "false_death_notice",
+    "bad_heal",
+    "slow_heal",
+    "bad_configure",
+    "slow_configure",
+    "errors",
+    "slow",
+)
 
 
 MORE_FAULTS = ("lighthouse_pause", "kill_all", "stop_waiting", "update_fails", "finish")
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:

@@ -81,8 +81,10 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
         done = _live(cluster, core, wanted, clock.now + profile.recovery_s)
     if not done:
         behind = sorted(p.replica_id for p in core if p.commits < wanted[p.replica_id])
-        stuck = ", ".join(f"{p.replica_id} {p.replica.stage.value}/{p.replica.attempt.value} "
-                          f"({p.replica.reason})" for p in core)  # fmt: skip
+        stuck = ", ".join(
+            f"{p.replica_id} {p.replica.stage.value}/{p.replica.attempt.value} ({p.replica.reason})"
+            for p in core
+        )
         raise Violation(
             f"L1: {behind} made no {COMMITS_WANTED} commits in {profile.recovery_s:.1f} s: {stuck}"
         )
@@ -146,7 +148,9 @@ def _holders(cluster: Cluster, job: dict[str, Any]) -> list[Process]:
         return [cluster.running[r] for r in living if r in cluster.running]
     key = job["job_id"], job["room_id"]
     here = [p for p in cluster.running.values() if (p.job.job_id, p.job.room_id) == key]
-    return [p for p in here if p.replica.lineage == job["lineage"] and p.replica.stage is Stage.WAITING]
+    return [
+        p for p in here if p.replica.lineage == job["lineage"] and p.replica.stage is Stage.WAITING
+    ]
 
 
 def _calm(cluster: Cluster) -> list[Process]:
@@ -162,9 +166,13 @@ def _calm(cluster: Cluster) -> list[Process]:
     core = [p for p in cluster.running.values() if not p.left and not p.replica.leaving]
     for process in core:
         crowd[process.job] += not process.habits.hung
-    return [p for p in core
-            if crowd[p.job] >= profile.min_replicas and not p.habits.hung
-            and p.slot not in profile.no_heal]  # fmt: skip
+    return [
+        p
+        for p in core
+        if crowd[p.job] >= profile.min_replicas
+        and not p.habits.hung
+        and p.slot not in profile.no_heal
+    ]
 
 
 def _recover(cluster: Cluster, process: Process) -> None:
@@ -378,14 +386,32 @@ def _cut(cluster: Cluster, process: Process, for_s: float) -> None:
 
 
 _STRIKES: dict[str, Callable[[Cluster, Process, float], None]] = {
-    "crash": _crash, "pause": _pause, "stall": _stall, "partition": _partition, "drop": _drop,
-    "hang": _hang, "leave": _leave, "leave_after_step": _leave_after_step,
-    "false_death_notice": _false_death_notice, "bad_heal": _bad_heal, "slow_heal": _slow_heal,
-    "bad_configure": _bad_configure, "slow_configure": _slow_configure, "errors": _errors,
-    "slow": _slow, "give_up": _give_up, "cut": _cut, "stop_waiting": _stop_waiting,
-    "update_fails": _update_fails, "suspend": _suspend, "flip": _flip,
-}  # fmt: skip
+    "crash": _crash,
+    "pause": _pause,
+    "stall": _stall,
+    "partition": _partition,
+    "drop": _drop,
+    "hang": _hang,
+    "leave": _leave,
+    "leave_after_step": _leave_after_step,
+    "false_death_notice": _false_death_notice,
+    "bad_heal": _bad_heal,
+    "slow_heal": _slow_heal,
+    "bad_configure": _bad_configure,
+    "slow_configure": _slow_configure,
+    "errors": _errors,
+    "slow": _slow,
+    "give_up": _give_up,
+    "cut": _cut,
+    "stop_waiting": _stop_waiting,
+    "update_fails": _update_fails,
+    "suspend": _suspend,
+    "flip": _flip,
+}
 _STRIKES_ALL: dict[str, Callable[[Cluster, float], None]] = {
-    "lighthouse_pause": _pause_lighthouse, "kill_all": _kill_all, "finish": _finish,
-    "suspend_lighthouse": _suspend_lighthouse, "keeper_dies": _keeper_dies,
-}  # fmt: skip
+    "lighthouse_pause": _pause_lighthouse,
+    "kill_all": _kill_all,
+    "finish": _finish,
+    "suspend_lighthouse": _suspend_lighthouse,
+    "keeper_dies": _keeper_dies,
+}

@@ -124,7 +124,9 @@ def test_groups_of_several_ranks_go_on_from_parts_of_one_version() -> None:
     assert kept_by_ranks(range(30)) > 30
 
 
-def test_a_keeper_that_takes_parts_of_two_versions_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_that_takes_parts_of_two_versions_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def whichever(self: GroupsKeeper, replica_id: str, rank: int, shown: Start) -> None:
         parts = self._shown.setdefault((replica_id, (0, "")), {})
         parts[rank] = shown

@@ -57,13 +57,17 @@ def messages_of(count: int, faults: tuple[Fault, ...], seconds: float) -> tuple[
 def test_many_groups_form_a_quorum_lose_one_and_heal_it() -> None:
     seen, checker = messages_of(MANY, (), 3.0)
     assert len(checker.births) == 1
-    assert seen["Vote"] == seen["Decision"] == checker.commits, "a step costs each group one of each"
+    assert seen["Vote"] == seen["Decision"] == checker.commits, (
+        "a step costs each group one of each"
+    )
 
     seen, checker = messages_of(MANY, (Fault(1.0, "crash", "g40"),), 3.0)
     assert len(checker.births) == 3, "all, all but one, all"
     assert checker.heals == 1
     assert seen["Revoke"] < MANY
-    assert seen["Decision with a quorum"] == 2 * (MANY - 1), "the quorum without it, and that with it again"
+    assert seen["Decision with a quorum"] == 2 * (MANY - 1), (
+        "the quorum without it, and that with it again"
+    )
 
 
 def test_a_rank_of_many_dies_and_its_group_heals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +79,14 @@ def test_a_rank_of_many_dies_and_its_group_heals(monkeypatch: pytest.MonkeyPatch
         request(self, home, peer, message)
 
     monkeypatch.setattr(Groups, "_request", count)
-    groups = Groups(
-        1, slots=("a", "b"), size=MANY, kinds=("kill a rank",), faults=1, faulty_s=2.0
-    )
+    groups = Groups(1, slots=("a", "b"), size=MANY, kinds=("kill a rank",), faults=1, faulty_s=2.0)
     groups.run()
     assert groups.struck == ["kill a rank"]
     assert sum(world.checker.heals for world in groups.worlds) == MANY
     commits = groups.worlds[0].checker.commits
-    assert asked["Vote"] < 2 * commits + 2 * MANY, "a group has one voice; its ranks may repeat it once"
+    assert asked["Vote"] < 2 * commits + 2 * MANY, (
+        "a group has one voice; its ranks may repeat it once"
+    )
     assert asked["Join"] < MANY, "three processes have joined, each with a few words"
     messages = groups.clock.events / (commits * MANY)
     assert messages < 20, "a rank's share of a step does not grow with the number of ranks"

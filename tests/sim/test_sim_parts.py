@@ -145,9 +145,12 @@ def three_workers() -> tuple[Clock, Plane, list[Any], Checker]:
     clock = Clock()
     everybody = frozenset("abc")
     checker = Checker(
-        now=lambda: clock.now, unreachable=frozenset, living=lambda: everybody,
-        cut_since=lambda since: frozenset(), life=lambda: 1,
-    )  # fmt: skip
+        now=lambda: clock.now,
+        unreachable=frozenset,
+        living=lambda: everybody,
+        cut_since=lambda since: frozenset(),
+        life=lambda: 1,
+    )
     checker.announced(0, 1, ("a", "b", "c"))
     checker.healing[1] = frozenset()
     plane = Plane(clock, random.Random(1), checker)
@@ -281,7 +284,8 @@ def test_a_paused_process_finds_what_it_missed() -> None:
 @pytest.mark.parametrize("kind", [*FAULTS, *MORE_FAULTS])
 def test_each_fault_alone_is_survived(kind: str) -> None:
     faults = (Fault(2.0, kind, "a", 1.0), Fault(3.0, kind, "b", 1.0))
-    faulty_s = 10.0 if kind == "finish" else 6.0  # the processes of the next training wait for each other
+    # The processes of the next training wait for each other.
+    faulty_s = 10.0 if kind == "finish" else 6.0
     result = run(f"only {kind}", Profile(faults=faults, faulty_s=faulty_s))
     assert result.commits > 30
     assert not result.woken
@@ -295,7 +299,8 @@ def test_a_heal_of_many_short_steps_under_per_group_commit() -> None:
     )
     result = run("short steps", profile)
     assert result.heals >= len(faults)
-    assert result.discards <= 4 * len(faults)  # two members lose an attempt when it dies, and one when it is back
+    # Two members lose an attempt when it dies, and one when it is back.
+    assert result.discards <= 4 * len(faults)
 
 
 def test_seeds_cover_every_fault_and_mode() -> None:

@@ -14,7 +14,12 @@ AFTERMATH_S = 3.0
 """How long after its end a fault may still cost commits."""
 REMEMBERED = 200_000
 """Versions whose digests are kept: no rank is so far behind the others."""
-ACCUSATIONS = (CHANGED_WHILE_SERVED, "not those of its peers", "not that of its peers", "and its peers ")
+ACCUSATIONS = (
+    CHANGED_WHILE_SERVED,
+    "not those of its peers",
+    "not that of its peers",
+    "and its peers ",
+)
 """In the reason of a discard: a member is told that its loop or its memory is at fault."""
 
 Report = dict[str, Any]

@@ -236,9 +236,13 @@ class Soak:
             options["checkpoint_every"] = CHECKPOINT_EVERY
             options["resume_at"] = self._newest_checkpoint(index)
         process = workers.start(
-            "torch", ["-m", "tests.process.worker", json.dumps(options)], env=os.environ,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-        )  # fmt: skip
+            "torch",
+            ["-m", "tests.process.worker", json.dumps(options)],
+            env=os.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
         rank = Rank(index, number, process)
         threading.Thread(target=self._read, args=(rank,), daemon=True).start()
         return rank
@@ -265,19 +269,32 @@ class Soak:
                 rank.process.end()
 
     def _start_lighthouse(self, port: int = 0) -> None:
-        inside = [] if self._networks is None else [
-            "ip", "netns", "exec", self._networks.name(self.shape.groups)
-        ]  # fmt: skip
+        inside = (
+            []
+            if self._networks is None
+            else ["ip", "netns", "exec", self._networks.name(self.shape.groups)]
+        )
         host = "127.0.0.1" if self._networks is None else self._networks.host(self.shape.groups)
         self._lighthouse = subprocess.Popen(
             [
-                *inside, sys.executable, "-m", "lighthouse", "--bind", f"tcp://{host}:{port}",
-                "--timeout", str(self._timeout_s), "--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S),
-                "--join-timeout", str(JOIN_TIMEOUT_S),
+                *inside,
+                sys.executable,
+                "-m",
+                "lighthouse",
+                "--bind",
+                f"tcp://{host}:{port}",
+                "--timeout",
+                str(self._timeout_s),
+                "--heartbeat-timeout",
+                str(HEARTBEAT_TIMEOUT_S),
+                "--join-timeout",
+                str(JOIN_TIMEOUT_S),
             ],
-            stdout=subprocess.PIPE, stderr=self._log, cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        )
         assert self._lighthouse.stdout is not None
         first = self._lighthouse.stdout.readline().decode()
         assert "listening on" in first, first

@@ -12,9 +12,17 @@ MEAN_PAUSE_S = 4.0
 QUIET_BEGIN_S = 5.0
 
 WEIGHTS = {
-    "kill": 6, "stop": 4, "term": 3, "storm": 2, "kill_all": 1, "lighthouse_kill": 2,
-    "lighthouse_stop": 1, "cut_pair": 3, "cut_lighthouse": 2, "stray": 2,
-}  # fmt: skip
+    "kill": 6,
+    "stop": 4,
+    "term": 3,
+    "storm": 2,
+    "kill_all": 1,
+    "lighthouse_kill": 2,
+    "lighthouse_stop": 1,
+    "cut_pair": 3,
+    "cut_lighthouse": 2,
+    "stray": 2,
+}
 """How often each kind of fault is drawn, in proportion."""
 
 

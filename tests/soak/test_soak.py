@@ -45,8 +45,9 @@ def test_what_the_checker_notices() -> None:
     assert "S3" in checker.violations[-1]
     checker.step(0, 0, _step(2, "b"), 10.4)
     checker.step(1, 0, _step(1, "c"), 10.4)
-    assert "S2: step 1 has two lineages: a, held by group 0 rank 0 at step 2" in (
-        checker.violations[-1]
+    assert (
+        "S2: step 1 has two lineages: a, held by group 0 rank 0 at step 2"
+        in (checker.violations[-1])
     )
     reason = "r1: its parameters at step 1 are not those of its peers"
     checker.step(0, 0, {**_step(2, "b", committed=False), "reason": reason}, 10.4)

@@ -23,8 +23,11 @@ def outcomes(*modules: str) -> dict[str, tuple[str, str]]:
     """Case: (passed, failed or skipped; why), of these modules, run in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.torchft_suites", *modules],
-        capture_output=True, text=True, timeout=3 * PATIENCE_S, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=3 * PATIENCE_S,
+        check=False,
+    )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert rows, done.stdout[-1000:] + done.stderr[-3000:]
     return {case: (outcome, why) for case, outcome, why in rows}
@@ -47,11 +50,14 @@ SUITES = {
     ),
     "one_process": (["optim_test", "data_test", "lighthouse_test:join", "ddp_test:pure"], 4),
     "process_groups": (
-        ["process_group_test:test_collective_[0-9]", "process_group_test:test_gloo",
-         "process_group_test:test_dummy"],
+        [
+            "process_group_test:test_collective_[0-9]",
+            "process_group_test:test_gloo",
+            "process_group_test:test_dummy",
+        ],
         11,
     ),
-}  # fmt: skip
+}
 """Name: (modules, with a part of the names of the cases that must pass; how many these are)."""
 
 

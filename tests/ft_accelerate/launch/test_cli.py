@@ -125,7 +125,9 @@ def test_a_lighthouse_that_is_gone_ends_a_script_in_a_sentence(tmp_path: Path) -
     done = workers.run("accelerate", ["-m", "ft_accelerate.run", str(script)], env=env)
     said = done.stderr.splitlines()
     assert done.returncode == AWAY_EXIT_CODE, done.stderr
-    assert said[-1].startswith("ft_accelerate: no lighthouse answers at tcp://127.0.0.1:9 within 0.5 s")
+    assert said[-1].startswith(
+        "ft_accelerate: no lighthouse answers at tcp://127.0.0.1:9 within 0.5 s"
+    )
     assert "Traceback" not in done.stderr
 
 

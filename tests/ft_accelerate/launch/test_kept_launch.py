@@ -97,7 +97,9 @@ def test_all_groups_are_killed_and_go_on(tmp_path: Path, script: str) -> None:
             os.kill(int(life.read_text().split()[0]), signal.SIGKILL)
         before = [steps(life) for life in first]
         newest = max(max(each) for each in before)
-        until(lambda: all(max(steps(life), default=0) > newest for life in second), "all is made up")
+        until(
+            lambda: all(max(steps(life), default=0) > newest for life in second), "all is made up"
+        )
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(PATIENCE_S)
     finally:

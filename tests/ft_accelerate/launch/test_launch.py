@@ -97,9 +97,14 @@ def test_an_existing_multi_node_yaml_becomes_replica_groups(
 def test_flags_beat_the_yaml_which_beats_the_environment(stock: ModuleType, tmp_path: Path) -> None:
     config = written(tmp_path, ON_CPU, {"timeout_s": 10, "commit": "group", "job_id": "yaml"})
     args = arguments(
-        stock, "--config_file", config, "--fault-tolerance-timeout-s", "20",
-        "--fault_tolerance_job_id", "flag",
-    )  # fmt: skip
+        stock,
+        "--config_file",
+        config,
+        "--fault-tolerance-timeout-s",
+        "20",
+        "--fault_tolerance_job_id",
+        "flag",
+    )
     env = {
         "ACCELERATE_FAULT_TOLERANCE_COMMIT": "quorum",
         "ACCELERATE_FAULT_TOLERANCE_TOKEN": "env",
@@ -133,8 +138,13 @@ def test_num_processes_are_groups_or_one_group_as_the_config_says(
     assert ours == [sys.executable, "-m", "ft_accelerate.run", "train.py", "--x"]
     assert group_command(ours, 1, parent_env="PARENT") == ours
     assert group_command(ours, 4, parent_env="PARENT") == [
-        sys.executable, "-m", "ft_core.launch.rank_group", "PARENT", "4", *ours,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "ft_core.launch.rank_group",
+        "PARENT",
+        "4",
+        *ours,
+    ]
 
 
 def test_what_a_replica_group_is_told(stock: ModuleType, tmp_path: Path) -> None:
@@ -244,14 +254,25 @@ def test_what_cannot_be_launched_ends_in_a_sentence(
 @pytest.mark.parametrize(
     ("argv", "remedy"),
     [
-        (["--fault_tolerance_lighthouse", "tcp://127.0.0.1:9"], "start one there with `lighthouse`"),
         (
-            ["--num_machines", "2", "--machine_rank", "1",
-             "--main_process_ip", "127.0.0.1", "--main_process_port", "9"],
+            ["--fault_tolerance_lighthouse", "tcp://127.0.0.1:9"],
+            "start one there with `lighthouse`",
+        ),
+        (
+            [
+                "--num_machines",
+                "2",
+                "--machine_rank",
+                "1",
+                "--main_process_ip",
+                "127.0.0.1",
+                "--main_process_port",
+                "9",
+            ],
             "the launcher of machine_rank 0 runs it",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_lighthouse_that_never_answers_costs_the_timeout_and_a_sentence(
     stock: ModuleType, tmp_path: Path, argv: list[str], remedy: str
 ) -> None:

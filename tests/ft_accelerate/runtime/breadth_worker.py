@@ -172,12 +172,19 @@ def run(options: dict[str, Any]) -> None:
                 state = {f"{n}.{k}": v for n, m in bare.items() for k, v in m.state_dict().items()}
                 weights = {f"{n}.{k}": v for n, m in bare.items() for k, v in m.named_parameters()}
                 log.step(
-                    step=step, epoch=epoch, index=index, digest=digest(state),
-                    weights=digest(weights), lr=g_ticks.get_last_lr()[0], average=0, count=0,
-                    ticks=g_ticks.scheduler.last_epoch, main=accelerator.is_main_process,
+                    step=step,
+                    epoch=epoch,
+                    index=index,
+                    digest=digest(state),
+                    weights=digest(weights),
+                    lr=g_ticks.get_last_lr()[0],
+                    average=0,
+                    count=0,
+                    ticks=g_ticks.scheduler.last_epoch,
+                    main=accelerator.is_main_process,
                     loader=str(train.state_dict()) if options["stateful"] else "",
                     batch=[round(float(v) * 64) for v in x[:, 0]],
-                )  # fmt: skip
+                )
                 if options["save"] and step % options["save"] == 0:
                     late = 0 < options["die_in_save"] <= step
                     grave.dies = late and first_life and log.leads_another

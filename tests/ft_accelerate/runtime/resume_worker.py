@@ -71,9 +71,15 @@ def run(options: dict[str, Any]) -> None:
             optimizer.zero_grad()
             step += 1
             log.step(
-                step=step, epoch=epoch, index=index, digest=digest(net.state_dict()),
-                lr=0, ticks=0, average=0, count=0,
-            )  # fmt: skip
+                step=step,
+                epoch=epoch,
+                index=index,
+                digest=digest(net.state_dict()),
+                lr=0,
+                ticks=0,
+                average=0,
+                count=0,
+            )
             if step % options["save_every"] == 0:
                 accelerator.save_state(str(folder / f"step_{step}"))
         model.eval()

@@ -39,10 +39,18 @@ def main() -> None:
     torch.manual_seed(0)
     words = tokenizer()
     config = GPT2Config(
-        vocab_size=len(words), n_positions=64, n_embd=32, n_layer=2, n_head=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=1, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(words),
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     watch = Watch()
     trainer = SFTTrainer(
         model=GPT2LMHeadModel(config),

@@ -67,10 +67,17 @@ def train(options: dict[str, Any], stage: int, widths: list[int], accelerators: 
                 for key, state in enumerate(optimizer.state.values())
             ]
             log.step(
-                step=step, epoch=epoch, index=index, stage=stage, digest=digest(parameters),
-                lr=0, ticks=0, average=digest(moments), count=0,
+                step=step,
+                epoch=epoch,
+                index=index,
+                stage=stage,
+                digest=digest(parameters),
+                lr=0,
+                ticks=0,
+                average=digest(moments),
+                count=0,
                 rows=x[:, 0].tolist(),
-            )  # fmt: skip
+            )
     log.end(step=step, digest=digest(parameters))
 
 

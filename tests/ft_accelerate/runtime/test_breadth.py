@@ -35,7 +35,11 @@ def saved(checkpoint: Path) -> dict[str, Any]:
     """Names in it but for ours, and what the stateful loader says of its place."""
     place = torch.load(checkpoint / "dl_state_dict.bin", weights_only=False)
     names = sorted(p.name for p in checkpoint.iterdir())
-    return {"names": [name for name in names if name != FILE], "ours": FILE in names, "place": place}
+    return {
+        "names": [name for name in names if name != FILE],
+        "ours": FILE in names,
+        "place": place,
+    }
 
 
 def test_a_gan_equals_plain_ddp_bit_for_bit_also_with_discards(
@@ -45,9 +49,14 @@ def test_a_gan_equals_plain_ddp_bit_for_bit_also_with_discards(
     frozen one; compiled by Accelerate; a stateful loader, whose first batches are skipped. One of the
     replica groups is started by torchrun."""
     options = {
-        "accumulate": 2, "optional": True, "dynamo": "aot_eager", "stateful": True, "start": 3,
-        "save": 5, "epochs": 2,
-    }  # fmt: skip
+        "accumulate": 2,
+        "optional": True,
+        "dynamo": "aot_eager",
+        "stateful": True,
+        "start": 3,
+        "save": 5,
+        "epochs": 2,
+    }
     injected = {"inject": {"2": 1, "5": 0}, "inject_second": {"3": 0, "5": 1}}
     with running(tmp_path / "plain", worker=WORKER, **options) as plain:
         plain.wait(*plain.start_plain(), code=None)
@@ -75,9 +84,14 @@ def test_killed_between_two_updates_and_in_a_save_and_stopped(
     have written. One that is stopped for longer than the heartbeat timeout is left behind, and heals when it goes on.
     """
     options = {
-        "epochs": 12, "step_delay_s": 0.02, "stateful": True, "compile": "eager", "save": 5,
-        "die_in_save": 10, "holds": ["step-5", "between-50", "step-60", "between-90"],
-    }  # fmt: skip
+        "epochs": 12,
+        "step_delay_s": 0.02,
+        "stateful": True,
+        "compile": "eager",
+        "save": 5,
+        "die_in_save": 10,
+        "holds": ["step-5", "between-50", "step-60", "between-90"],
+    }
     with running(tmp_path, strict_lighthouse, WORKER, **options) as run:
         zero, one = run.start(0), run.start(1)
         one = run.killed_and_back(one, 1, hold="step-5", of=0)

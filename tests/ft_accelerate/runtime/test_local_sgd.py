@@ -48,9 +48,12 @@ def test_one_that_is_killed_between_meetings_comes_back_after_one(
 ) -> None:
     """Two groups of two processes; held where DiLoCo has a fragment on its way."""
     streaming = {
-        "fragments": 2, "codec": "int4", "error_feedback": True,
-        "fragment_sync_delay": 1, "fragment_update_alpha": 0.3,
-    }  # fmt: skip
+        "fragments": 2,
+        "codec": "int4",
+        "error_feedback": True,
+        "fragment_sync_delay": 1,
+        "fragment_update_alpha": 0.3,
+    }
     options = {"local": local, "samples": 160, "epochs": 4, "step_delay_s": 0.01}
     with running(tmp_path, lighthouse, holds=["step-11"], diloco=streaming, **options) as run:
         zero, one = run.start(0, 2, 2), run.start(1, 2, 2)

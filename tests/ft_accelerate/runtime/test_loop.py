@@ -153,7 +153,10 @@ def test_early_stopping_and_the_best_metric_outlive_the_death_of_each_process(
 ) -> None:
     """They are in a registered object, which a script's past does not change."""
     losses = [0.9, 0.5, 0.6, 0.3, 0.4, 0.2, 0.3, 0.25, 0.1, 0.1]
-    holds = ["eval-2", "step-76"]  # after one that is worse, and the first of the epoch after the fourth
+    holds = [
+        "eval-2",
+        "step-76",
+    ]  # after one that is worse, and the first of the epoch after the fourth
     options = {"losses": losses, "epochs": len(losses), "step_delay_s": 0.01}
     with running(tmp_path, lighthouse, holds=holds, **options) as run:
         zero, one = run.start(0), run.start(1)

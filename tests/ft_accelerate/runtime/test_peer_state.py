@@ -15,7 +15,10 @@ def test_moments_keep_their_type_and_have_one_order() -> None:
     """torch gives loaded moments the type of their parameters."""
 
     def made() -> torch.optim.Optimizer:
-        parameters = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), nn.Parameter(torch.ones(2))]
+        parameters = [
+            nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
+            nn.Parameter(torch.ones(2)),
+        ]
         return torch.optim.AdamW(parameters)
 
     source, target = made(), made()
@@ -43,10 +46,14 @@ def test_rates_that_a_replay_has_set_are_the_peers_again() -> None:
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return SimpleNamespace(
-            _models=[net], _optimizers=[SimpleNamespace(optimizer=optimizer)], _schedulers=[],
-            _custom_objects=[plateau], _dataloaders=[], scaler=None,
+            _models=[net],
+            _optimizers=[SimpleNamespace(optimizer=optimizer)],
+            _schedulers=[],
+            _custom_objects=[plateau],
+            _dataloaders=[],
+            scaler=None,
             project_configuration=SimpleNamespace(iteration=0),
-        )  # fmt: skip
+        )
 
     peer, mine = made(), made()
     for each in (peer, mine):

@@ -39,7 +39,12 @@ def test_a_rank_is_killed_and_its_group_comes_back_as_a_whole(
         plain.wait(*plain.start_plain(1))
     two = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(
-        tmp_path / "ft", lighthouse, holds=["step-14"], stay_s=0.001, first_seed_only=True, **options
+        tmp_path / "ft",
+        lighthouse,
+        holds=["step-14"],
+        stay_s=0.001,
+        first_seed_only=True,
+        **options,
     ) as run:
         zero, one = (run.start(index, 2, 2, **two) for index in (0, 1))
         again = run.killed_and_back(one, 1, hold="step-14", of=0, size=2)
@@ -134,8 +139,19 @@ def launch_two_processes(
         config = folder / "config.yaml"
         machine = {"distributed_type": "MULTI_CPU", "use_cpu": True}
         config.write_text(yaml.safe_dump({**machine, "fault_tolerance_config": section}))
-        command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file",
-                   str(config), "--num_processes", "2", str(SCRIPT), str(folder), "1", "1"]  # fmt: skip
+        command = [
+            "-m",
+            "accelerate.commands.accelerate_cli",
+            "launch",
+            "--config_file",
+            str(config),
+            "--num_processes",
+            "2",
+            str(SCRIPT),
+            str(folder),
+            "1",
+            "1",
+        ]
         with (folder / "said").open("wb") as output:
             launchers[name] = start(
                 "accelerate", command, env=installed(folder), stdout=output, stderr=output

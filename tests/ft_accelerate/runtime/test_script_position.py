@@ -32,9 +32,15 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 
 def peers(**changes: object) -> Target:
     target = Target(
-        window=(1, 2), ops=(), grads=0, active=((1, 2, None),), iterations=2, lengths={}, events=7,
+        window=(1, 2),
+        ops=(),
+        grads=0,
+        active=((1, 2, None),),
+        iterations=2,
+        lengths={},
+        events=7,
         at="fetch",
-    )  # fmt: skip
+    )
     return dataclasses.replace(target, **changes)  # type: ignore[arg-type]
 
 
@@ -323,7 +329,7 @@ def test_a_script_goes_on_from_what_is_kept_unless_it_begins_behind_it_or_nobody
 
 PEERS = Target(
     window=(3, 5), ops=(), grads=0, active=(), iterations=4, lengths={}, events=7, at="fetch"
-)  # fmt: skip
+)
 
 
 def behind(batches: int) -> ScriptPosition:
@@ -403,9 +409,13 @@ class Twice(nn.Module):
 def test_remembered_outputs_have_a_graph_and_are_not_copied_if_they_are_large() -> None:
     position = one_window(50)
     hooks = RetryHooks(
-        begin=lambda: False, vote=lambda: True, again=lambda: False, committed=lambda: None,
-        refused=lambda: None, unused_hint="",
-    )  # fmt: skip
+        begin=lambda: False,
+        vote=lambda: True,
+        again=lambda: False,
+        committed=lambda: None,
+        refused=lambda: None,
+        unused_hint="",
+    )
     model = FaultTolerantModel(RetryableReducer(hooks), Twice(), position)
     x = torch.tensor(2.0)
     first, second = model(x), model(x)

@@ -129,9 +129,20 @@ def test_a_process_is_killed_and_its_group_and_a_spare_come_back_with_their_shar
     config.write_text(yaml.safe_dump(CONFIG))
     dies = {"3": 13, "5": 13}  # the one whose group has the second share
     options = {"log": str(folder), "by_code": False, "dies": dies}
-    command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config),
-               "--use_fault_tolerance", "--num_processes", "6", "--fault_tolerance_spares", "1",
-               str(WORKER), json.dumps(options)]  # fmt: skip
+    command = [
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--config_file",
+        str(config),
+        "--use_fault_tolerance",
+        "--num_processes",
+        "6",
+        "--fault_tolerance_spares",
+        "1",
+        str(WORKER),
+        json.dumps(options),
+    ]
     with (folder / "said").open("wb") as output:
         launcher = start("accelerate", command, env=installed(folder), stdout=output, stderr=output)
     expected = stock(tmp_path / "plain")
@@ -142,7 +153,8 @@ def test_a_process_is_killed_and_its_group_and_a_spare_come_back_with_their_shar
     said = (folder / "said").read_text()
     assert code == 0, said
     assert said.count("was killed by SIGKILL; it is started again") == 1
-    everybody = range(6)  # one group of the two that come back may be too late, since none waits for it
+    # One group of the two that come back may be too late, since none waits for it.
+    everybody = range(6)
     paths = {index: folder / f"{index}.end" for index in everybody}
     ends = {index: json.loads(path.read_text()) for index, path in paths.items() if path.exists()}
     assert {0, 1} <= ends.keys() and ({2, 3} <= ends.keys() or {4, 5} <= ends.keys())

@@ -24,7 +24,9 @@ def test_what_both_accelerators_train_heals(tmp_path: Path, lighthouse: str) -> 
     assert run.end(0)["digest"] == run.end(1)["digest"]
 
 
-def test_a_model_and_a_loader_that_are_prepared_later_are_alike_in_all(tmp_path: Path, lighthouse: str) -> None:
+def test_a_model_and_a_loader_that_are_prepared_later_are_alike_in_all(
+    tmp_path: Path, lighthouse: str
+) -> None:
     """The next fold's. DistributedDataParallel sees to that, too: scripts don't. One process has come back in
     the fold before, so that its random numbers are others than its peers' in any case."""
     with running(tmp_path, lighthouse, WORKER, folds=True, holds=["step-1-5"]) as run:

@@ -72,9 +72,15 @@ class Fit:
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.role.leader
         role: Any = self.role
         self.owed.call(
-            role, CallbackHandler.call_event, self.handler, event, self.args, self.state,
-            self.control, **kwargs,
-        )  # fmt: skip
+            role,
+            CallbackHandler.call_event,
+            self.handler,
+            event,
+            self.args,
+            self.state,
+            self.control,
+            **kwargs,
+        )
 
     def steps(self, count: int) -> None:
         for _ in range(count):

@@ -69,9 +69,16 @@ def plain(script: Path, out: Path, *argv: str) -> list[Report]:
     """The script on plain DDP, two processes."""
     out.mkdir()
     command = [
-        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        str(script), "--out", str(out), *argv,
-    ]  # fmt: skip
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(script),
+        "--out",
+        str(out),
+        *argv,
+    ]
     env = installed(out / "site", ACCELERATE_USE_CPU="1", FT_ACCELERATE_AUTOLOAD="0")
     run(command, env, out)
     return reports(out)
@@ -86,9 +93,16 @@ def launched(
     config = out / "ft.yaml"
     config.write_text(yaml.safe_dump(given))
     return [
-        "-m", "ft_accelerate.launch.command", "launch", "--config_file", str(config),
-        str(script), "--out", str(out), *argv,
-    ]  # fmt: skip
+        "-m",
+        "ft_accelerate.launch.command",
+        "launch",
+        "--config_file",
+        str(config),
+        str(script),
+        "--out",
+        str(out),
+        *argv,
+    ]
 
 
 def protected(
@@ -157,11 +171,16 @@ def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
     if "mlflow" in trackers:
         make_mlflow(out / "mlflow.db", "Default")
     found, said = protected(
-        TRAINER, out, *BEST, kills=kills,
+        TRAINER,
+        out,
+        *BEST,
+        kills=kills,
         TRAINER_REPORT_TO=" ".join(trackers) or "none",
         TENSORBOARD_LOGGING_DIR=str(out / "tensorboard" / "one"),
-        WANDB_MODE="offline", WANDB_DIR=str(out), MLFLOW_TRACKING_URI=f"sqlite:///{out}/mlflow.db",
-    )  # fmt: skip
+        WANDB_MODE="offline",
+        WANDB_DIR=str(out),
+        MLFLOW_TRACKING_URI=f"sqlite:///{out}/mlflow.db",
+    )
     tracked = [int(text) for text in (out / "tracked").read_text().split()]
     assert sorted(tracked) == sorted([*range(5, 40, 5), 13, 26, 39, 39])  # each row once
     assert "39/39" in said
@@ -194,9 +213,18 @@ def test_a_hot_spare_takes_over_the_share_of_one_that_is_killed(
 def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
     """`min_replicas` 1, `max_steps`, the best model loaded at the end: all end on the same step."""
     found, _ = protected(
-        TRAINER, tmp_path / "ft", "--max_steps", "400", "--epochs", "1000", "--patience", "1000",
-        kills="0:0:on_step_end:30", min_replicas=1, hold=tmp_path,
-    )  # fmt: skip
+        TRAINER,
+        tmp_path / "ft",
+        "--max_steps",
+        "400",
+        "--epochs",
+        "1000",
+        "--patience",
+        "1000",
+        kills="0:0:on_step_end:30",
+        min_replicas=1,
+        hold=tmp_path,
+    )
     same(*found)
     assert found[0]["global_step"] == found[0]["ticks"] == 400
 
@@ -210,9 +238,15 @@ def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
     torn = out / "checkpoints" / ".ft_saving" / "checkpoint-14.0"
     (torn / "checkpoint-14").mkdir(parents=True)  # what a main process that dies leaves behind
     found, _ = protected(
-        TRAINER, out, "--save_steps", "13", "--max_steps", "39", "--resume",
+        TRAINER,
+        out,
+        "--save_steps",
+        "13",
+        "--max_steps",
+        "39",
+        "--resume",
         kills="1:0:on_step_end:20",
-    )  # fmt: skip
+    )
     same(*found)
     assert found[0]["global_step"] == 39
 
@@ -235,7 +269,9 @@ def test_all_die_and_the_job_goes_on_from_the_checkpoint_that_it_has_written(
     same(found[0], expected[0])
 
 
-def test_the_main_process_dies_in_the_scripts_last_save_and_the_other_writes(tmp_path: Path) -> None:
+def test_the_main_process_dies_in_the_scripts_last_save_and_the_other_writes(
+    tmp_path: Path,
+) -> None:
     """In `save_model` after `train`, which the other has passed, as the rest of the script: nothing was
     written, and the exit code was that of SIGKILL."""
     command = launched(TRAINER, tmp_path, 2, {}, "--max_steps", "4", "--save_model")
@@ -253,9 +289,14 @@ def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -
     """One process of a group is killed; the group comes back as a whole. The oracle's two processes
     have had the same batches in two halves: equal to rounding, and all four bit for bit."""
     found, _ = protected(
-        TRAINER, tmp_path / "ft", *BEST, "--batch_size", "2", group_size=2,
+        TRAINER,
+        tmp_path / "ft",
+        *BEST,
+        "--batch_size",
+        "2",
+        group_size=2,
         kills="1.1:0:on_step_end:20",
-    )  # fmt: skip
+    )
     for report in found:
         same(report, found[0])
         assert report["checkpoints"] == oracle[0]["checkpoints"]
@@ -267,9 +308,15 @@ def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -
 def test_fsdp_in_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:
     """Each life of a group reads and writes checkpoints as one, and the best one at the end."""
     found, _ = protected(
-        TRAINER, tmp_path / "ft", *BEST, "--batch_size", "2", "--fsdp", group_size=2,
+        TRAINER,
+        tmp_path / "ft",
+        *BEST,
+        "--batch_size",
+        "2",
+        "--fsdp",
+        group_size=2,
         kills="1.1:0:on_step_end:20 0.0:0:writing:2",
-    )  # fmt: skip
+    )
     for report, other in zip(found, [*found[2:], *found[:2]], strict=True):
         same(report, other)
         assert report["checkpoints"] == oracle[0]["checkpoints"]

@@ -180,9 +180,17 @@ def main() -> None:
     out = Path(options.out)
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=256,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = Model(config)
     model.kill, watch = Kill(), Watch()
     model.other = out / "1.end"

@@ -96,8 +96,9 @@ def test_plain_and_quantized_calls_keep_their_order() -> None:
 
 def test_spares_add_nothing() -> None:
     with lighthouse() as server:
-        group = members(server.address(), 3, min_replica_size=2,
-                        world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)  # fmt: skip
+        group = members(
+            server.address(), 3, min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES
+        )
 
         def script(replica: Replica, index: int) -> list[float]:
             replica.manager.start_quorum()
@@ -249,9 +250,13 @@ def test_reduce_scatter_quantized(name: str, dtype: torch.dtype) -> None:
 
     def part_of(rank: int) -> Participation:
         return Participation(
-            quorum_id=1, replica_rank=rank, replica_world_size=count,
-            rank=None if rank == silent else rank, participants=count - 1, groups=count,
-        )  # fmt: skip
+            quorum_id=1,
+            replica_rank=rank,
+            replica_world_size=count,
+            rank=None if rank == silent else rank,
+            participants=count - 1,
+            groups=count,
+        )
 
     def scatter(groups: list[ProcessGroupGloo], rank: int, share: int) -> None:
         values = values_of(rank, count * share, dtype)

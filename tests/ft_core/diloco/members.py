@@ -44,9 +44,13 @@ class Trainer:
         if issubclass(kind, DiLoCo):
             self.outer_optimizer = outer(self.model)
             self.loop: Any = kind(
-                self.manager, self.model, self.optimizer, self.outer_optimizer, sync_every,
+                self.manager,
+                self.model,
+                self.optimizer,
+                self.outer_optimizer,
+                sync_every,
                 **options,
-            )  # fmt: skip
+            )
         else:
             self.loop = kind(self.manager, self.model, self.optimizer, sync_every, **options)
 

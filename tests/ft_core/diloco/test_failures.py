@@ -249,8 +249,15 @@ def test_members_change_at_outer_steps(
     manager = {"use_async_quorum": use_async_quorum}
 
     def trainer(i: int) -> Trainer:
-        return Trainer(server.address(), i, kind, expected=2 if i < 2 else 0,
-                       sync_every=sync_every, manager=manager, **options)  # fmt: skip
+        return Trainer(
+            server.address(),
+            i,
+            kind,
+            expected=2 if i < 2 else 0,
+            sync_every=sync_every,
+            manager=manager,
+            **options,
+        )
 
     def old(i: int) -> Trainer:
         t = trainer(i)
@@ -329,11 +336,18 @@ def test_members_with_other_settings_are_refused_when_they_join() -> None:
         first = Trainer(server.address(), 0, DiLoCo, sync_every=8)
         with first.loop:
             for i, other in enumerate(
-                ({"sync_every": 6}, {"fragments": 2}, {"codec": "int8"}, {"weighted": True},
-                 {"fragment_update_alpha": 0.5}, {"fragment_sync_delay": 1}, {"bucket_bytes": 99},
-                 {"keep_windows": True}),
+                (
+                    {"sync_every": 6},
+                    {"fragments": 2},
+                    {"codec": "int8"},
+                    {"weighted": True},
+                    {"fragment_update_alpha": 0.5},
+                    {"fragment_sync_delay": 1},
+                    {"bucket_bytes": 99},
+                    {"keep_windows": True},
+                ),
                 start=1,
-            ):  # fmt: skip
+            ):
                 late = Trainer(server.address(), i, DiLoCo, **{"sync_every": 8, **other})
                 with pytest.raises(JoinRefused, match="diloco: "):
                     late.loop.__enter__()
@@ -374,10 +388,17 @@ def test_random_faults_leave_equal_states(seed: int) -> None:
 
     with lighthouse(all_join=True) as server:
         trainers = [
-            Trainer(server.address(), i, faulty(i), expected=3, backward=backward,
-                    manager=manager, **options)
+            Trainer(
+                server.address(),
+                i,
+                faulty(i),
+                expected=3,
+                backward=backward,
+                manager=manager,
+                **options,
+            )
             for i in range(3)
-        ]  # fmt: skip
+        ]
         replicas(*[lambda t=t: t.run(90) for t in trainers])
     check_states(trainers)
     assert sum(t.loop.stats.discarded for t in trainers) > 0

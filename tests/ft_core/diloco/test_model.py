@@ -27,10 +27,11 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)),
-             max_size=8),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)), max_size=8
+    ),
     st.integers(1, 200),
-)  # fmt: skip
+)
 @settings(max_examples=60, deadline=None)
 def test_every_element_is_in_exactly_one_bucket(
     tensors: list[tuple[list[int], torch.dtype]], bucket_bytes: int
@@ -210,9 +211,11 @@ def test_modules_as_fragments_and_tied_parameters_once() -> None:
     # c's weight is b's: c has its bias only if b comes first, and both may name it once.
     parts = split(model, [["b.weight", "b.bias"], ["c.bias", "unused"], model.a, model.head])
     assert [f.names for f in parts] == [
-        ("b.weight", "b.bias"), ("c.bias", "unused"), ("a.weight", "a.bias"),
+        ("b.weight", "b.bias"),
+        ("c.bias", "unused"),
+        ("a.weight", "a.bias"),
         ("head.weight", "head.bias"),
-    ]  # fmt: skip
+    ]
     assert (
         split(model, [["c.weight", "b.bias", "c.bias", "unused"], model.a, model.head])[0].names[0]
         == "b.weight"

@@ -53,10 +53,19 @@ CASES = {
     "uneven slots": (DiLoCo, 11, 3, 0, {}),
     "delay": (DiLoCo, 10, 2, 3, {}),
     "delay and mixing": (DiLoCo, 10, 2, 4, {"fragment_update_alpha": 0.5}),
-    "names": (DiLoCo, 6, [["unused", "a.weight"], ["a.bias", "b.weight", "b.bias"],
-                          ["c.bias", "head.weight", "head.bias"]], 1, {}),
+    "names": (
+        DiLoCo,
+        6,
+        [
+            ["unused", "a.weight"],
+            ["a.bias", "b.weight", "b.bias"],
+            ["c.bias", "head.weight", "head.bias"],
+        ],
+        1,
+        {},
+    ),
     "LocalSGD": (LocalSGD, 5, None, 0, {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -68,15 +77,26 @@ def test_as_the_reference(case: str, members: int) -> None:
         options = {**options, "fragments": fragments, "fragment_sync_delay": delay}
     with lighthouse(all_join=True) as server:
         trainers = [
-            Trainer(server.address(), i, kind, expected=members, sync_every=sync_every,
-                    bucket_bytes=100, **options)
+            Trainer(
+                server.address(),
+                i,
+                kind,
+                expected=members,
+                sync_every=sync_every,
+                bucket_bytes=100,
+                **options,
+            )
             for i in range(members)
-        ]  # fmt: skip
+        ]
         replicas(*[lambda t=t: t.run(INNER) for t in trainers])
     run = expected(
-        members, sync_every, fragments, delay,
-        alpha=options.get("fragment_update_alpha", 0.0), local_sgd=kind is LocalSGD,
-    )  # fmt: skip
+        members,
+        sync_every,
+        fragments,
+        delay,
+        alpha=options.get("fragment_update_alpha", 0.0),
+        local_sgd=kind is LocalSGD,
+    )
     for trainer in trainers:
         # Of three, Gloo's order of addition depends on where an element lies.
         same(trainer, run, exact=members == 2)

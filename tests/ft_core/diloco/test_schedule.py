@@ -22,21 +22,32 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 def test_diloco_is_one_fragment_without_delay() -> None:
     assert list(trace(Schedule(3), 7)) == [
-        (3, LAUNCH, 0), (3, APPLY, 0), (6, LAUNCH, 0), (6, APPLY, 0)
-    ]  # fmt: skip
+        (3, LAUNCH, 0),
+        (3, APPLY, 0),
+        (6, LAUNCH, 0),
+        (6, APPLY, 0),
+    ]
 
 
 def test_streaming_staggers_fragments_and_overlaps() -> None:
     assert list(trace(Schedule(6, 2, 1), 9)) == [
-        (2, LAUNCH, 0), (3, APPLY, 0), (5, LAUNCH, 1), (6, APPLY, 1), (8, LAUNCH, 0), (9, APPLY, 0)
-    ]  # fmt: skip
+        (2, LAUNCH, 0),
+        (3, APPLY, 0),
+        (5, LAUNCH, 1),
+        (6, APPLY, 1),
+        (8, LAUNCH, 0),
+        (9, APPLY, 0),
+    ]
 
 
 def test_a_discarded_outer_step_is_tried_again_in_the_next_slot() -> None:
     found = list(trace(Schedule(4, 2), 8, commits=lambda attempt: attempt != 1))
     assert [(inner, fragment) for inner, event, fragment in found if event is APPLY] == [
-        (2, 0), (4, 1), (6, 1), (8, 0)
-    ]  # fmt: skip
+        (2, 0),
+        (4, 1),
+        (6, 1),
+        (8, 0),
+    ]
 
 
 @given(schedules(), st.integers(0, 1000), st.integers(1, 4))
@@ -47,9 +58,7 @@ def test_every_fragment_exactly_once_a_window(schedule: Schedule, start: int, wi
         fragments = [f for _, e, f in found if e is event]
         assert sorted(fragments) == sorted(list(range(schedule.fragments)) * windows)
         first = schedule.fragment_of(start)
-        assert fragments == [
-            (first + i) % schedule.fragments for i in range(len(fragments))
-        ]  # fmt: skip
+        assert fragments == [(first + i) % schedule.fragments for i in range(len(fragments))]
 
 
 @given(schedules(), st.integers(0, 100))

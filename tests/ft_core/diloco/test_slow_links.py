@@ -27,10 +27,19 @@ def test_codecs_in_diloco(codec: str, error_feedback: bool) -> None:
     inner_steps = 48
     with lighthouse(all_join=True) as server:
         trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=3, sync_every=8, fragments=2,
-                    fragment_sync_delay=1, codec=codec, error_feedback=error_feedback)
+            Trainer(
+                server.address(),
+                i,
+                DiLoCo,
+                expected=3,
+                sync_every=8,
+                fragments=2,
+                fragment_sync_delay=1,
+                codec=codec,
+                error_feedback=error_feedback,
+            )
             for i in range(3)
-        ]  # fmt: skip
+        ]
         replicas(*[lambda t=t: t.run(inner_steps) for t in trainers])
     check_states(trainers)
     run = Reference([0, 1, 2], [f.names for f in split(network(), 2)])
@@ -93,10 +102,18 @@ def test_communication_hides_behind_inner_steps(codec: str | None) -> None:
     ended = [threading.Event() for _ in range(2)]
     with lighthouse(all_join=True) as server:
         trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=4, fragment_sync_delay=2,
-                    codec=codec, error_feedback=codec is not None)
+            Trainer(
+                server.address(),
+                i,
+                DiLoCo,
+                expected=2,
+                sync_every=4,
+                fragment_sync_delay=2,
+                codec=codec,
+                error_feedback=codec is not None,
+            )
             for i in range(2)
-        ]  # fmt: skip
+        ]
 
         def script(trainer: Trainer) -> None:
             try:
@@ -148,10 +165,18 @@ def test_a_straggler_is_left_out_and_its_window_counts_later() -> None:
     watched: list[dict[str, torch.Tensor]] = []
     with lighthouse(timeout_s=1.5) as server:
         trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=3, sync_every=4, keep_windows=True,
-                    backward=backward, manager=limit)
+            Trainer(
+                server.address(),
+                i,
+                DiLoCo,
+                expected=3,
+                sync_every=4,
+                keep_windows=True,
+                backward=backward,
+                manager=limit,
+            )
             for i in range(3)
-        ]  # fmt: skip
+        ]
         load(trainers[2])
 
         def fast(trainer: Trainer) -> None:
@@ -194,11 +219,16 @@ def test_a_straggler_is_left_out_and_its_window_counts_later() -> None:
 def test_spares_add_nothing_and_follow() -> None:
     with lighthouse(all_join=True) as server:
         trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=3, sync_every=4,
-                    manager={"min_replica_size": 2,
-                             "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES})
+            Trainer(
+                server.address(),
+                i,
+                DiLoCo,
+                expected=3,
+                sync_every=4,
+                manager={"min_replica_size": 2, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES},
+            )
             for i in range(3)
-        ]  # fmt: skip
+        ]
         replicas(*[lambda t=t: t.run(40) for t in trainers])
     check_states(trainers)
     run = Reference([0, 1, 2], [f.names for f in split(network(), None)])
@@ -249,10 +279,17 @@ def test_a_graceful_leave_ends_with_an_outer_step() -> None:
 def test_sync_is_a_whole_window_now() -> None:
     with lighthouse(all_join=True) as server:
         trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=9, fragments=3,
-                    fragment_sync_delay=1)
+            Trainer(
+                server.address(),
+                i,
+                DiLoCo,
+                expected=2,
+                sync_every=9,
+                fragments=3,
+                fragment_sync_delay=1,
+            )
             for i in range(2)
-        ]  # fmt: skip
+        ]
 
         def script(trainer: Trainer) -> None:
             try:

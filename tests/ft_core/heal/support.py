@@ -69,9 +69,12 @@ class SourceProcess:
     def __init__(self, megabytes: int, *, seed: int = 0, live: int = 0) -> None:
         words = [str(megabytes), str(seed), str(live)]
         self._process = workers.start(
-            "torch", ["-m", "tests.ft_core.heal.source_process", *words], env=os.environ,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            "torch",
+            ["-m", "tests.ft_core.heal.source_process", *words],
+            env=os.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self.pid = self._process.pid
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().decode().strip()

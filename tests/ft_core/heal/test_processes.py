@@ -32,20 +32,28 @@ def test_one_of_two_sources_is_killed_in_mid_transfer(
 ) -> None:
     victim, other = make_source(256), make_source(256)
     back, stats = fetch(
-        [victim.address, other.address], KEY, deadline=soon(), same_host=same_host,
+        [victim.address, other.address],
+        KEY,
+        deadline=soon(),
+        same_host=same_host,
         progress=_when_begun(lambda: victim.signal(signal.SIGKILL)),
-    )  # fmt: skip
+    )
     assert same(back, state(256))
     assert stats.source_bytes[other.address] > stats.source_bytes[victim.address]
 
 
 def test_the_only_source_is_killed(make_source: MakeSource) -> None:
     victim = make_source(256)
-    with pytest.raises(HealError, match=r"no source is left with \d+ of \d+ chunks missing") as caught:
+    with pytest.raises(
+        HealError, match=r"no source is left with \d+ of \d+ chunks missing"
+    ) as caught:
         fetch(
-            [victim.address], KEY, deadline=soon(), same_host=False,
+            [victim.address],
+            KEY,
+            deadline=soon(),
+            same_host=False,
             progress=_when_begun(lambda: victim.signal(signal.SIGKILL)),
-        )  # fmt: skip
+        )
     assert "the deadline passed" not in str(caught.value)
 
 
@@ -53,9 +61,12 @@ def test_the_only_source_is_killed(make_source: MakeSource) -> None:
 def test_one_of_two_sources_is_stopped(make_source: MakeSource, same_host: bool) -> None:
     victim, other = make_source(256), make_source(256)
     back, stats = fetch(
-        [victim.address, other.address], KEY, deadline=soon(), same_host=same_host,
+        [victim.address, other.address],
+        KEY,
+        deadline=soon(),
+        same_host=same_host,
         progress=_when_begun(lambda: victim.signal(signal.SIGSTOP)),
-    )  # fmt: skip
+    )
     assert same(back, state(256))
     assert stats.source_bytes[other.address] > 0
 
@@ -64,9 +75,12 @@ def test_one_of_two_sources_is_stopped(make_source: MakeSource, same_host: bool)
 def test_a_source_trains_on_in_mid_transfer(make_source: MakeSource, same_host: bool) -> None:
     source = make_source(256, live=1)
     back, _ = fetch(
-        [source.address], KEY, deadline=soon(), same_host=same_host,
+        [source.address],
+        KEY,
+        deadline=soon(),
+        same_host=same_host,
         progress=_when_begun(lambda: source.ask("train")),
-    )  # fmt: skip
+    )
     assert same(back, state(256))
 
 

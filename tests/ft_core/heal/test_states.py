@@ -43,7 +43,7 @@ def _trained(make: Callable[..., torch.optim.Optimizer]) -> tuple[Any, torch.opt
         torch.optim.NAdam,
         torch.optim.Adafactor,
     ],
-)  # fmt: skip
+)
 def test_optimizers(
     make_server: Callable[..., HealServer], make: Callable[..., torch.optim.Optimizer]
 ) -> None:
@@ -107,15 +107,21 @@ def test_a_whole_lightning_checkpoint(
             return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])]
 
     trainer = lightning.Trainer(
-        default_root_dir=tmp_path, max_epochs=2, limit_train_batches=3, limit_val_batches=2,
-        accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+        max_epochs=2,
+        limit_train_batches=3,
+        limit_val_batches=2,
+        accelerator="cpu",
+        devices=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         logger=CSVLogger(tmp_path),
         callbacks=[
             EarlyStopping("val_loss"),
             ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2, save_last=True),
             LearningRateMonitor(),
         ],
-    )  # fmt: skip
+    )
     trainer.fit(Model())
     tree = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     assert tree["optimizer_states"]

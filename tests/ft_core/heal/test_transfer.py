@@ -179,9 +179,13 @@ def test_retired_in_mid_transfer(make_server: MakeServer) -> None:
 
     with pytest.raises(HealError, match=r"with \d+ of \d+ chunks missing.*the source trained on"):
         fetch(
-            [server.address], KEY, deadline=soon(), same_host=False, progress=retire,
+            [server.address],
+            KEY,
+            deadline=soon(),
+            same_host=False,
+            progress=retire,
             chunk_bytes=SMALL_CHUNKS,
-        )  # fmt: skip
+        )
 
 
 def test_one_source_retires_and_the_others_finish(make_server: MakeServer) -> None:
@@ -195,9 +199,13 @@ def test_one_source_retires_and_the_others_finish(make_server: MakeServer) -> No
             first.retire()
 
     back, stats = fetch(
-        [first.address, second.address], KEY, deadline=soon(), same_host=False, progress=retire,
+        [first.address, second.address],
+        KEY,
+        deadline=soon(),
+        same_host=False,
+        progress=retire,
         chunk_bytes=SMALL_CHUNKS,
-    )  # fmt: skip
+    )
     assert same(back, tree)
     assert set(stats.failed_sources) <= {first.address}  # the news may come after the last chunk
     assert stats.source_bytes[first.address] <= 2 * WINDOW * SMALL_CHUNKS
@@ -321,9 +329,13 @@ class TestLive:
                         value.zero_()
 
         back, stats = fetch(
-            [server.address], KEY, deadline=soon(), same_host=same_host, progress=train,
+            [server.address],
+            KEY,
+            deadline=soon(),
+            same_host=same_host,
+            progress=train,
             chunk_bytes=SMALL_CHUNKS,
-        )  # fmt: skip
+        )
         assert trained
         assert same(back, expected)
         assert stats.corrupted == 0
@@ -433,9 +445,12 @@ class TestFaults:
         with FaultyLink(slow.address, throttle) as link:
             try:
                 back, stats = fetch(
-                    [link.address, fast.address], KEY, deadline=soon(), same_host=False,
+                    [link.address, fast.address],
+                    KEY,
+                    deadline=soon(),
+                    same_host=False,
                     progress=_then_publish(fast, tree),
-                )  # fmt: skip
+                )
             finally:
                 pace.set()
         assert same(back, tree)
@@ -455,9 +470,12 @@ class TestFaults:
         with FaultyLink(silent.address, hang) as link:
             try:
                 back, stats = fetch(
-                    [link.address, good.address], KEY, deadline=soon(), same_host=False,
+                    [link.address, good.address],
+                    KEY,
+                    deadline=soon(),
+                    same_host=False,
                     progress=_then_publish(good, tree),
-                )  # fmt: skip
+                )
             finally:
                 resume.set()
         assert same(back, tree)
@@ -508,9 +526,13 @@ class TestFaults:
         with ThreadPoolExecutor(1) as pool, FaultyLink(server.address, _dammed(go_on)) as link:
             try:
                 idle = pool.submit(
-                    fetch, [link.address], KEY, deadline=soon(), same_host=False,
+                    fetch,
+                    [link.address],
+                    KEY,
+                    deadline=soon(),
+                    same_host=False,
                     progress=stand_still,
-                )  # fmt: skip
+                )
                 assert asking.wait(PATIENCE_S)
                 other, _ = fetch([server.address], KEY, deadline=soon(), same_host=False)
                 assert same(other, tree)

@@ -343,7 +343,9 @@ def test_configurations_of_omegaconf_travel() -> None:
     with pytest.raises(omegaconf.errors.ConfigAttributeError):
         back.unknown = 1
     for other in (omegaconf.OmegaConf.structured(Best),):
-        with pytest.raises(UnsupportedObjectError, match=r"\['v'\] is a omegaconf.*heal_allow_objects"):
+        with pytest.raises(
+            UnsupportedObjectError, match=r"\['v'\] is a omegaconf.*heal_allow_objects"
+        ):
             travel({"v": other})
 
 
@@ -404,8 +406,15 @@ def test_a_tensor_of_no_kind_is_a_broken_manifest(kind_of: Any) -> None:
 def test_views_that_begin_at_one_address_are_told_apart() -> None:
     whole = torch.arange(6.0)
     square = whole[:4].view(2, 2)
-    tree = {"a": whole, "b": whole[:4], "c": square, "d": square.t(), "e": whole[:0], "f": whole[:0],
-            "g": whole[:4]}  # fmt: skip
+    tree = {
+        "a": whole,
+        "b": whole[:4],
+        "c": square,
+        "d": square.t(),
+        "e": whole[:0],
+        "f": whole[:0],
+        "g": whole[:4],
+    }
     _, tensors = pack(tree)
     assert [tuple(each.shape) for each in tensors] == [(6,), (4,), (2, 2), (2, 2), (0,), (0,)]
     assert same(travel(tree), tree)
@@ -537,7 +546,9 @@ class TestInto:
             with pytest.raises(HealError, match="sharded alike"):
                 travel({"w": theirs, "m": tensor(1.0, 4, placement=Replicate())}, into={"w": mine})
             for other in (tensor(0.0, 5, 3), tensor(0.0, 4, 3, placement=Shard(1))):
-                with pytest.raises(HealDenied, match=r"sharded in another way: .* \[4, 3\] .*Shard"):
+                with pytest.raises(
+                    HealDenied, match=r"sharded in another way: .* \[4, 3\] .*Shard"
+                ):
                     travel({"w": theirs}, into={"w": other})
         finally:
             dist.destroy_process_group()

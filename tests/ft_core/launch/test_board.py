@@ -47,9 +47,15 @@ def test_commits_count_from_the_first_quorum_of_the_training_on(board: Board) ->
 def agreements(address: str) -> Manager:
     """Of a script whose training has not begun: its steps are none of a training."""
     options = JobOptions.resolve(
-        name="a", job_id="before", lighthouse=address, group_rank=0, group_world_size=1,
-        async_quorum=False, watch_process=False, trains=False,
-    )  # fmt: skip
+        name="a",
+        job_id="before",
+        lighthouse=address,
+        group_rank=0,
+        group_world_size=1,
+        async_quorum=False,
+        watch_process=False,
+        trains=False,
+    )
     manager = Manager.from_options(ProcessGroupGloo(timeout=20), options)
     manager.set_state_dict_fns(lambda state: None, dict)
     return manager

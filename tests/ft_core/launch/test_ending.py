@@ -39,8 +39,11 @@ raise {error}("a sentence")
 def test_a_process_whose_script_is_not_at_fault_ends_with_a_line(error: str, code: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("{error}", error)],
-        capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=ROOT,
+    )
     assert done.returncode == code
     if code == 1:  # the script's own
         assert done.stderr.startswith("Traceback")

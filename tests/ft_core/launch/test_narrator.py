@@ -18,9 +18,14 @@ class Told:
     ) -> None:
         self.step, self._capsys = 0, capsys
         self.sink = Narrator(
-            "ft_lightning", "0", 3, "tcp://h:1",
-            lambda: f"step {self.step:,}" if self.step else "", deaths=deaths, returns=returns,
-        )  # fmt: skip
+            "ft_lightning",
+            "0",
+            3,
+            "tcp://h:1",
+            lambda: f"step {self.step:,}" if self.step else "",
+            deaths=deaths,
+            returns=returns,
+        )
 
     def __call__(self, kind: str, **data: Any) -> list[str]:
         self.sink(Event(kind, data))

@@ -285,7 +285,9 @@ def test_all_fail_and_go_on_from_what_is_kept(code: int) -> None:
     assert all(isinstance(each, Again) for each in fails(job, code, 57, 57))
     job.train(100, steps=7)
     job.kept = 56
-    assert fails(job, code, 57, 57)[1] == EndJob("so have all at step 57 again: an error of the script")
+    assert fails(job, code, 57, 57)[1] == EndJob(
+        "so have all at step 57 again: an error of the script"
+    )
 
 
 def test_all_fail_again_and_again_and_nothing_newer_is_kept() -> None:

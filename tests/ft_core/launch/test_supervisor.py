@@ -265,7 +265,9 @@ def test_the_others_do_not_wait_for_a_child_that_is_given_up(tmp_path: Path) -> 
         other = Player(server.address(), "0", context)
         other.join()
         address = server.address()
-        with start(tmp_path, "os._exit(1) if index == '1' else time.sleep(1e6)", told=address) as parent:
+        with start(
+            tmp_path, "os._exit(1) if index == '1' else time.sleep(1e6)", told=address
+        ) as parent:
             other.await_quorum()
             parent.terminate()
             assert parent.wait(PATIENCE_S) != 0

@@ -60,7 +60,7 @@ said = {
     "multiprocessing": [multiprocessing.current_process().name, multiprocessing.parent_process()],
     "collector": gc.isenabled(), "recursion": sys.getrecursionlimit(), "depth": 0,
 }
-'''.replace('"REPORT"', repr(ENV_REPORT))  # fmt: skip
+'''.replace('"REPORT"', repr(ENV_REPORT))
 
 
 class Bench:
@@ -141,9 +141,11 @@ def test_a_replacement_is_what_a_cold_start_is(
     env = {**bench.env, "FT_NUMBER": "2", "REPLICA_GROUP_ID": "1"}
     read, write = os.pipe()
     options = {
-        "env": env, "pass_fds": [write], "process_group": 0 if own_group else -1,
+        "env": env,
+        "pass_fds": [write],
+        "process_group": 0 if own_group else -1,
         "umask": 0o27 if own_group else -1,
-    }  # fmt: skip
+    }
     found = [
         bench.run([*command, "a", "b c", ""], warm=warm, stdin=read, **options)
         for warm in (False, True)

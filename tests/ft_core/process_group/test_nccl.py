@@ -54,9 +54,13 @@ class Pair:
         step = Step(group, weighted=False, bind=lambda: None, on_error=lambda reason: None)
         step.open()
         step.part = Participation(
-            quorum_id=self.quorum_id, replica_rank=rank, replica_world_size=2, rank=rank,
-            participants=2, groups=2,
-        )  # fmt: skip
+            quorum_id=self.quorum_id,
+            replica_rank=rank,
+            replica_world_size=2,
+            rank=rank,
+            participants=2,
+            groups=2,
+        )
         step.bound_at = time.monotonic()
         group.bind(self.quorum_id)
         return step

@@ -120,9 +120,7 @@ def test_strangers_at_a_rendezvous_that_say_nothing_make_way(
     addresses = [listener.address for listener in listeners]
     with ExitStack() as stack:
         where = ("127.0.0.1", listeners[1].address.port)
-        silent = [
-            stack.enter_context(closing(socket.create_connection(where))) for _ in range(20)
-        ]
+        silent = [stack.enter_context(closing(socket.create_connection(where))) for _ in range(20)]
         both = [Rendezvous(listeners[rank], 1, rank, addresses, b"h") for rank in (0, 1)]
         other = threading.Thread(target=both[0].gather, args=(time.monotonic() + PATIENCE_S,))
         other.start()

@@ -37,9 +37,12 @@ class Child:
 
     def __init__(self) -> None:
         self.process = start(
-            "torch", ["-m", "tests.ft_core.process_group.child"], env=os.environ,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            "torch",
+            ["-m", "tests.ft_core.process_group.child"],
+            env=os.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self.address = self.read().encode()
 
     def tell(self, *words: object) -> None:
@@ -150,8 +153,11 @@ def test_a_group_may_be_dropped_where_its_backend_still_ends_a_collective(
     """A backend that is destroyed by a thread of its own ends the process."""
     done = subprocess.run(
         [sys.executable, "-c", DROPPED % native],
-        cwd=ROOT, timeout=PATIENCE_S, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        timeout=PATIENCE_S,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

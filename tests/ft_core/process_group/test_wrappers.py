@@ -239,10 +239,15 @@ def test_each_reduction_is_that_of_the_participants(dtype: torch.dtype) -> None:
 
     with lighthouse() as server:
         three = [
-            Replica(server, f"r{i}", expected_replicas=3, min_replica_size=2,
-                    world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+            Replica(
+                server,
+                f"r{i}",
+                expected_replicas=3,
+                min_replica_size=2,
+                world_size_mode=WorldSizeMode.FIXED_WITH_SPARES,
+            )
             for i in range(3)
-        ]  # fmt: skip
+        ]
         found = replicas(*[lambda r=r, i=i: script(r, i) for i, r in enumerate(three)])
     assert found == [{op: [value] * 2 for op, value in expected.items()}] * 3
 

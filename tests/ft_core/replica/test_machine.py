@@ -29,12 +29,18 @@ def any_reply(rng: random.Random, replica: Replica) -> messages.Reply:
         own = replica.lineage if rng.random() < 0.7 else "x"
         settle = rng.choice(["", "", "commit", "discard"])
         return messages.Quorum(
-            KEY, quorum_id + rng.randrange(3), step, own, rng.choice([0, 0, quorum_id]),
+            KEY,
+            quorum_id + rng.randrange(3),
+            step,
+            own,
+            rng.choice([0, 0, quorum_id]),
             tuple(rng.sample("bc", rng.randrange(2))),
-            tuple(member(n, rng.random() < 0.3) for n in names), "any", settle,
+            tuple(member(n, rng.random() < 0.3) for n in names),
+            "any",
+            settle,
             nonce=replica.promised.nonce if rng.random() < 0.95 else 99,
             attempt=messages.ONE_RANK if rng.random() < 0.8 else rng.randrange(9),
-        )  # fmt: skip
+        )
     if kind < 8:
         decision = messages.Decision(KEY, quorum_id, step, rng.random() < 0.6)
         if rng.random() < 0.3:
@@ -108,8 +114,16 @@ def test_nothing_that_is_received_breaks_an_invariant(group_commit: bool) -> Non
     outcomes = 0
     for seed in range(600):
         rng = random.Random(seed)
-        template = messages.Join(KEY, "a", "a", 0, "root", (b"a",), group_commit=group_commit,
-                        promised=messages.Term(0, 1))  # fmt: skip
+        template = messages.Join(
+            KEY,
+            "a",
+            "a",
+            0,
+            "root",
+            (b"a",),
+            group_commit=group_commit,
+            promised=messages.Term(0, 1),
+        )
         replica = Replica(template, resend_s=1.0, revoke_grace_s=0.5)
         now, last_configured = 0.0, 0
         votes: dict[tuple[int, int], bool] = {}

@@ -60,8 +60,10 @@ def build(case: str, data: DeviceMesh, tensor: DeviceMesh | None) -> Transformer
     if case == "half":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     if together:
-        options |= {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-                    "reshard_after_forward": False}  # fmt: skip
+        options |= {
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            "reshard_after_forward": False,
+        }
     if together or case == "reentrant":
         wrap = partial(checkpoint_wrapper, checkpoint_impl=IMPLEMENTATIONS[case])
         apply_activation_checkpointing(model, wrap, check_fn=lambda each: each in model.blocks)
@@ -87,7 +89,9 @@ def train(case: str, model: Transformer, optimizer: Any, step_no: Callable[[], i
             tokens = torch.randint(0, 32, (2, 9), generator=generator)
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(part == micro - 1)
-            model(tokens[:, :-1], tokens[:, 1:], skip=case in ("skipped", "unused") and step == 1).backward()
+            model(
+                tokens[:, :-1], tokens[:, 1:], skip=case in ("skipped", "unused") and step == 1
+            ).backward()
         if case in ("clip", "together"):
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             assert float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) > 0.1

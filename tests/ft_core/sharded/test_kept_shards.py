@@ -139,7 +139,7 @@ def asked() -> tuple[nn.Module, Shards]:
 
 
 def test_to_compare_gives_up_nothing_that_a_forward_has_gathered(
-    asked: tuple[nn.Module, Shards]
+    asked: tuple[nn.Module, Shards],
 ) -> None:
     """Else the ranks of a group would run unlike collectives: a rank whose step has failed compares nothing."""
     model, shards = asked

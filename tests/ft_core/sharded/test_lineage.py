@@ -26,12 +26,19 @@ def test_groups_of_unlike_shards_begin_as_one_state(second: float) -> None:
     with lighthouse() as server, rendezvous(2) as stores:
         members = [
             Replica(
-                server, name, value=first + rank, rank=rank, world_size=2, expected_replicas=2,
-                store_addr="127.0.0.1", store_port=store.port, ranks_hold="shards",
+                server,
+                name,
+                value=first + rank,
+                rank=rank,
+                world_size=2,
+                expected_replicas=2,
+                store_addr="127.0.0.1",
+                store_port=store.port,
+                ranks_hold="shards",
             )
             for name, first, store in zip("ab", (0.0, second), stores, strict=True)
             for rank in (0, 1)
-        ]  # fmt: skip
+        ]
         for member in members:
             member.manager.telemetry.add_sink(note)
         replicas(*[lambda m=member: m.run_to(3, gradient=1.0) for member in members])
@@ -52,9 +59,12 @@ def test_a_rank_that_has_not_started_is_waited_for_as_long_as_the_call_says(
     soon = timedelta(seconds=0.05)
     with lighthouse() as server, rendezvous(1) as stores:
         options: dict[str, Any] = {
-            "world_size": 2, "store_addr": "127.0.0.1", "store_port": stores[0].port,
-            "ranks_hold": ranks_hold, "connect_timeout": timedelta(days=1),
-        }  # fmt: skip
+            "world_size": 2,
+            "store_addr": "127.0.0.1",
+            "store_port": stores[0].port,
+            "ranks_hold": ranks_hold,
+            "connect_timeout": timedelta(days=1),
+        }
         early = Replica(server, "a", rank=first, **options)
 
         def no_quorum(call: Callable[..., object]) -> None:

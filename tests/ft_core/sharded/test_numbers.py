@@ -14,8 +14,18 @@ from tests.harness import workers
 from tests.harness.cluster import lighthouse, rendezvous
 from tests.harness.waiting import PATIENCE_S
 
-CASES = ["plain", "accumulate", "clip", "mixed", "half", "tied", "skipped", "tensor",
-         "reentrant", "together"]  # fmt: skip
+CASES = [
+    "plain",
+    "accumulate",
+    "clip",
+    "mixed",
+    "half",
+    "tied",
+    "skipped",
+    "tensor",
+    "reentrant",
+    "together",
+]
 """Also: accumulated without synchronization; clipped by the norm of DTensors; of other dtypes; with a
 parameter that two modules share; with a block that a step leaves out; with tensor parallelism inside; with
 activations that are computed again, reentrant; and all at once: mixed precision, accumulated, clipped, tied, activations

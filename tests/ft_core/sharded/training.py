@@ -29,9 +29,12 @@ def train_shards(worker: Any, options: Any) -> None:
     limit = timedelta(seconds=options.timeout_s)
     store = dist.TCPStore("127.0.0.1", options.store_port, None, False, limit)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("inner", store), rank=options.rank,
-        world_size=options.shards, timeout=limit,
-    )  # fmt: skip
+        "gloo",
+        store=dist.PrefixStore("inner", store),
+        rank=options.rank,
+        world_size=options.shards,
+        timeout=limit,
+    )
     mesh = init_device_mesh("cpu", (options.shards,), mesh_dim_names=("shard",))
     torch.manual_seed(options.seed)
     model = Transformer(width=options.elements, depth=2)

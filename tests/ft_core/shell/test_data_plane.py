@@ -45,7 +45,6 @@ class Plane(DataPlane):
         """What has been reported so far."""
         return [self.told.get() for _ in range(self.told.qsize())]
 
-
     def named(self) -> list[str]:
         """The members that have been reported as missed, each time."""
         return [name for event in self.said() for name in event.missed]  # type: ignore[union-attr]

@@ -74,7 +74,9 @@ def test_idle_is_counted_from_the_last_sign_of_life() -> None:
 
 @pytest.mark.process
 @pytest.mark.usefixtures("stopped")
-def test_all_processes_that_ask_find_the_same_lighthouse(port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_processes_that_ask_find_the_same_lighthouse(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
     found: list[str] = []
     askers = [
         threading.Thread(target=lambda: found.append(ensure_local_lighthouse(port)))

@@ -50,8 +50,12 @@ def run(options: dict[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=7, gamma=0.9)
     model, optimizer = fabric.setup(net, inner, scheduler=scheduler)[:2]
     loader = fabric.setup_dataloaders(data(options["samples"]))
-    saved = {"model": model, "optimizer": optimizer, "progress": strategy.progress,
-             "outer": strategy.outer}  # fmt: skip
+    saved = {
+        "model": model,
+        "optimizer": optimizer,
+        "progress": strategy.progress,
+        "outer": strategy.outer,
+    }
     if options["load"]:
         fabric.load(options["load"], saved)
     log.ready()

@@ -36,8 +36,9 @@ MUST_AGREE = ("digest", "step", "epoch", "batches", "last", "lr", "schedulers", 
 def compare(a: list[Line], b: list[Line]) -> int:
     """Assert that two replicas agree at every outer step that both logged; how many those are."""
     by_step = {line["outer_step"]: line for line in a if line["committed"]}
-    common = [(by_step[x["outer_step"]], x) for x in b if x["committed"]
-              and x["outer_step"] in by_step]  # fmt: skip
+    common = [
+        (by_step[x["outer_step"]], x) for x in b if x["committed"] and x["outer_step"] in by_step
+    ]
     for mine, other in common:
         for key in MUST_AGREE:
             assert mine[key] == other[key], (
@@ -50,9 +51,13 @@ def test_killed_and_healed(tmp_path: Path, lighthouse: str) -> None:
     options = {"sync_every": 5, "outer_lr": 0.5, "outer_momentum": 0.8, "min_replicas": 1}
     epochs = 6
     with running(
-        tmp_path, lighthouse, strategy_options=options, max_epochs=epochs, holds=["step:33"],
+        tmp_path,
+        lighthouse,
+        strategy_options=options,
+        max_epochs=epochs,
+        holds=["step:33"],
         die=[1, 13],
-    ) as run:  # fmt: skip
+    ) as run:
         zero, one = run.start(0), run.start(1)
         run.until(lambda: one.poll() is not None, "the death of replica 1")
         run.until_held(0, "step:33")
@@ -77,14 +82,25 @@ def test_killed_and_healed(tmp_path: Path, lighthouse: str) -> None:
 
 def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> None:
     options = {
-        "sync_every": 8, "fragments": 2, "fragment_sync_delay": 2, "codec": "int8",
-        "outer_lr": 0.5, "outer_momentum": 0.8,
-    }  # fmt: skip
+        "sync_every": 8,
+        "fragments": 2,
+        "fragment_sync_delay": 2,
+        "codec": "int8",
+        "outer_lr": 0.5,
+        "outer_momentum": 0.8,
+    }
     epochs, steps = 8, -(-BATCHES // 2)
     with running(
-        tmp_path, strategy_options=options, devices=2, max_epochs=epochs, accumulate=2,
-        precision="bf16-mixed", step_delay_s=0.01, holds=["step:25", "life:2"], die=[1, 15],
-    ) as run:  # fmt: skip
+        tmp_path,
+        strategy_options=options,
+        devices=2,
+        max_epochs=epochs,
+        accumulate=2,
+        precision="bf16-mixed",
+        step_delay_s=0.01,
+        holds=["step:25", "life:2"],
+        die=[1, 15],
+    ) as run:
         main = run.start()  # 15: sent after inner step 14, to be applied after 16
         run.until_held(0, "step:25")
         run.begin_again(1, 2)
@@ -112,10 +128,14 @@ def test_stopped_at_random_moments(tmp_path: Path) -> None:
     with (
         patient_lighthouse(1.5) as server,
         running(
-            tmp_path, server.address(), strategy_options=options, max_epochs=epochs, holds=holds,
+            tmp_path,
+            server.address(),
+            strategy_options=options,
+            max_epochs=epochs,
+            holds=holds,
             step_delay_s=0.005,
         ) as run,
-    ):  # fmt: skip
+    ):
         both = run.start(0), run.start(1)
         for (name, step), hold in zip(stops, holds, strict=True):
             other = 1 - name
@@ -166,9 +186,14 @@ def test_a_fabric_loop_is_killed_healed_and_resumed(tmp_path: Path, lighthouse: 
     options = {"sync_every": 10, "fragments": 2, "fragment_sync_delay": 1, "outer_momentum": 0.8}
     epochs = 5
     with harness.running(
-        tmp_path / "a", lighthouse, worker=FABRIC_WORKER, strategy_options=options, epochs=epochs,
-        holds=["step:33"], die=[1, 13],
-    ) as run:  # fmt: skip
+        tmp_path / "a",
+        lighthouse,
+        worker=FABRIC_WORKER,
+        strategy_options=options,
+        epochs=epochs,
+        holds=["step:33"],
+        die=[1, 13],
+    ) as run:
         zero, one = run.start(0), run.start(1)
         run.until(lambda: one.poll() is not None, "the death of replica 1")
         run.until_held(0, "step:33")
@@ -190,9 +215,13 @@ def test_a_fabric_loop_is_killed_healed_and_resumed(tmp_path: Path, lighthouse: 
     assert ends[0]["digest"] == ends[1]["digest"]
     assert ends[0]["step"] == ends[1]["step"] == epochs * BATCHES
     with harness.running(
-        tmp_path / "b", lighthouse, worker=FABRIC_WORKER, strategy_options=options, epochs=epochs + 1,
+        tmp_path / "b",
+        lighthouse,
+        worker=FABRIC_WORKER,
+        strategy_options=options,
+        epochs=epochs + 1,
         load=str(tmp_path / "a" / "saved.ckpt"),
-    ) as more:  # fmt: skip
+    ) as more:
         more.wait(more.start(0), more.start(1))
     assert more.end(0)["digest"] == more.end(1)["digest"] != ends[0]["digest"]
     assert more.lines(0)[0]["outer_step"] == lines[0][-1]["outer_step"] + 1

@@ -75,10 +75,15 @@ def test_refused_at_once(options: dict[str, Any], sentence: str) -> None:
 )
 def test_refused_before_the_first_step(options: dict[str, Any], sentence: str) -> None:
     trainer = Trainer(
-        strategy=ft_lightning.FTDiLoCoStrategy(**options), accelerator="cpu", devices=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=1,
+        strategy=ft_lightning.FTDiLoCoStrategy(**options),
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_steps=1,
         enable_model_summary=False,
-    )  # fmt: skip
+    )
     model = BoringModel()
     if options.get("fragments"):
         model.layer = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
@@ -101,8 +106,10 @@ def test_what_travels_is_unchanged() -> None:
 def test_global_values_are_shown_and_the_own_put_back() -> None:
     class Known:
         def state_dict(self) -> dict[str, Any]:
-            return {"parameters": {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)},
-                    "buffers": {}}  # fmt: skip
+            return {
+                "parameters": {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)},
+                "buffers": {},
+            }
 
     layer = nn.Linear(2, 2)
     module = nn.Sequential(layer, layer)  # tied
@@ -110,8 +117,11 @@ def test_global_values_are_shown_and_the_own_put_back() -> None:
     before = inner_steps.show_global(module, Known())
     assert module[1].weight.equal(torch.ones(2, 2))
     assert set(inner_steps.global_values(module, Known())) == {
-        "0.weight", "0.bias", "1.weight", "1.bias",
-    }  # fmt: skip
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    }
     inner_steps.put_back(module, before)
     assert layer.weight.equal(own)
     assert DiLoCo.KEY == "diloco"

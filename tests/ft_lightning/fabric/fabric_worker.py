@@ -99,8 +99,12 @@ class Worker:
         self.val_ranks: list[int] = []
         if self.ours:
             self.strategy.register("counts", self.counts)
-        state = {"net": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler,
-                 "progress": self.strategy.progress if self.ours else {}}  # fmt: skip
+        state = {
+            "net": self.net,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "progress": self.strategy.progress if self.ours else {},
+        }
         if self.options["critic"]:
             state |= {"critic": self.critic, "critic_optimizer": self.critic_optimizer}
         self.checkpoint = state

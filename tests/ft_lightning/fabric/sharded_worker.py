@@ -118,11 +118,13 @@ class Training:
                     continue
                 self.step += 1
                 self.files.step(
-                    case=self.case, step=self.step, mean=round(float(mean), 5),
+                    case=self.case,
+                    step=self.step,
+                    mean=round(float(mean), 5),
                     digest=shards_digest(self.net.module, [self.optimizer.optimizer]),
                     rows=sorted(round(float(x), 5) for x in rows),
                     samples=[round(float(x)) for x in images[:, 0] * SAMPLES],
-                )  # fmt: skip
+                )
             self.validate()
 
     def validate(self) -> None:

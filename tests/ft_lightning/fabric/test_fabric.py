@@ -15,8 +15,17 @@ from tests.ft_lightning.harness import Line, running
 pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("fabric_worker.py")
 LIKE_STOCK = (
-    "step", "epoch", "batch_idx", "batch", "lr", "loss", "after", "criticism", "ranks", "count",
-)  # fmt: skip
+    "step",
+    "epoch",
+    "batch_idx",
+    "batch",
+    "lr",
+    "loss",
+    "after",
+    "criticism",
+    "ranks",
+    "count",
+)
 AGREE = ("epoch", "batch_idx", "digest", "lr", "loss", "ranks", "count")
 
 

@@ -60,4 +60,5 @@ def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
     options = {"own_start": True, "dies": {"2": 3}, "holds": ["step:4"]}
     with sharded(tmp_path, coordinator.address(), **options) as run:
         run.lose_a_rank_and_heal(coordinator, STEPS)
-        assert run.events(1, "visit") == 0  # let in where it heals: not between the rounds of a batch
+        # Let in where it heals: not between the rounds of a batch.
+        assert run.events(1, "visit") == 0

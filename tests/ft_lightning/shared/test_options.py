@@ -119,7 +119,10 @@ def test_options_of_stock_ddp_that_do_not_fit(name: str) -> None:
         ({"min_replica": 2}, "there is no argument min_replica: did you mean min_replicas?"),
         ({"find_unused_parameter": True}, "did you mean find_unused_parameters?"),
         ({"nonsense": 1}, "there is no argument nonsense$"),
-        ({"static_graph": True}, "static_graph is not available with fault tolerance: its first step"),
+        (
+            {"static_graph": True},
+            "static_graph is not available with fault tolerance: its first step",
+        ),
     ],
 )
 def test_arguments_that_there_are_not_are_found_when_the_strategy_is_made(

@@ -23,9 +23,19 @@ from tests.harness.waiting import gone, until
 pytestmark = pytest.mark.process
 WORKER = Path(__file__).parents[1] / "fabric" / "fabric_worker.py"
 TORCHRUN = [
-    "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3",
-    "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1",
-]  # fmt: skip
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "--max-restarts",
+    "3",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "127.0.0.1:0",
+    "--monitor-interval",
+    "0.1",
+]
 AGREE = ("epoch", "batch_idx", "digest", "lr", "loss", "ranks", "count")
 
 
@@ -76,17 +86,32 @@ def test_torchrun_restarts_its_group_which_heals(
 def srun(run: Run, tasks: int, *, job: int, **env: str) -> list[subprocess.Popen[bytes]]:
     """`srun --ntasks=T --ntasks-per-node=T` on one node: the tasks, with what it tells each."""
     step = {
-        "SLURM_JOB_ID": f"{job}", "SLURM_JOBID": f"{job}", "SLURM_JOB_NAME": "train",
-        "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_CLUSTER_NAME": "cluster",
-        "SLURM_NTASKS": f"{tasks}", "SLURM_NPROCS": f"{tasks}", "SLURM_STEP_NUM_TASKS": f"{tasks}",
-        "SLURM_NTASKS_PER_NODE": f"{tasks}", "SLURM_TASKS_PER_NODE": f"{tasks}",
-        "SLURM_STEP_TASKS_PER_NODE": f"{tasks}", "SLURM_DISTRIBUTION": "block",
-        "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_STEP_NODELIST": "localhost", "SLURMD_NODENAME": "localhost",
-        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_NODEID": "0", "SLURM_SUBMIT_HOST": "login",
-        "SLURM_GTIDS": ",".join(map(str, range(tasks))), "SLURM_CPUS_ON_NODE": f"{tasks}",
-    }  # fmt: skip
+        "SLURM_JOB_ID": f"{job}",
+        "SLURM_JOBID": f"{job}",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEPID": "0",
+        "SLURM_CLUSTER_NAME": "cluster",
+        "SLURM_NTASKS": f"{tasks}",
+        "SLURM_NPROCS": f"{tasks}",
+        "SLURM_STEP_NUM_TASKS": f"{tasks}",
+        "SLURM_NTASKS_PER_NODE": f"{tasks}",
+        "SLURM_TASKS_PER_NODE": f"{tasks}",
+        "SLURM_STEP_TASKS_PER_NODE": f"{tasks}",
+        "SLURM_DISTRIBUTION": "block",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURMD_NODENAME": "localhost",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_NODEID": "0",
+        "SLURM_SUBMIT_HOST": "login",
+        "SLURM_GTIDS": ",".join(map(str, range(tasks))),
+        "SLURM_CPUS_ON_NODE": f"{tasks}",
+    }
     step |= {"TORCHFT_LIGHTHOUSE": run.lighthouse, "FT_JOB_ID": str(run.log), **env}
     return [
         run.start(SLURM_PROCID=str(task), SLURM_LOCALID=str(task), **step) for task in range(tasks)
@@ -106,8 +131,9 @@ def second_group_ended_alike(run: Run, *, steps: int) -> None:
     """Assert that both ranks of group 1, of two of two, took all steps."""
     ends = [run.end(rank) for rank in (2, 3)]
     assert [(end["rank"], end["world_size"], end["step"]) for end in ends] == [
-        (2, 4, steps), (3, 4, steps)
-    ]  # fmt: skip
+        (2, 4, steps),
+        (3, 4, steps),
+    ]
     assert ends[0]["digest"] == ends[1]["digest"]
 
 

@@ -26,9 +26,15 @@ def child_environment(
 ) -> dict[str, str]:
     """The environment of the supervisor's group of that number here."""
     return launch_env.child_environment(
-        supervisor.index + number, supervisor.num_groups, device=number * supervisor.group_size,
-        lighthouse="tcp://h:1", supervisor_pid=42, restarts=restarts, job_id=supervisor.job_id, env=env,
-    )  # fmt: skip
+        supervisor.index + number,
+        supervisor.num_groups,
+        device=number * supervisor.group_size,
+        lighthouse="tcp://h:1",
+        supervisor_pid=42,
+        restarts=restarts,
+        job_id=supervisor.job_id,
+        env=env,
+    )
 
 
 def test_slurm_tasks_are_replica_groups() -> None:
@@ -87,9 +93,14 @@ def test_devices_of_one_machine_are_divided_into_groups() -> None:
 
 
 TORCHRUN = {
-    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "host", "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "2",
-}  # fmt: skip
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
 
 
 def test_torchrun_is_one_group_of_its_ranks() -> None:
@@ -106,13 +117,24 @@ def test_torchrun_is_one_group_of_its_ranks() -> None:
     assert resolve(one, devices=1).group_size == 1
 
 
-BLOCKS = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "train",
-          "SLURM_STEP_NODELIST": "gpu[08-09],big"}  # fmt: skip
+BLOCKS = {
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_STEP_NODELIST": "gpu[08-09],big",
+}
 
 
 def test_slurm_tasks_in_a_row_are_a_group() -> None:
-    task = {**BLOCKS, "SLURM_NTASKS": "12", "SLURM_PROCID": "7", "SLURM_LOCALID": "3", **AT,
-            "SLURM_NODEID": "1", "SLURM_NNODES": "3"}  # fmt: skip
+    task = {
+        **BLOCKS,
+        "SLURM_NTASKS": "12",
+        "SLURM_PROCID": "7",
+        "SLURM_LOCALID": "3",
+        **AT,
+        "SLURM_NODEID": "1",
+        "SLURM_NNODES": "3",
+    }
     scope = resolve(task, devices=4, num_nodes=3, group_size=2)
     assert (scope.role, scope.index, scope.num_groups) == (Role.MEMBER, 3, 6)
     assert (scope.group_rank, scope.local_rank, scope.device, scope.rank) == (1, 1, 3, 7)
@@ -131,9 +153,18 @@ def test_slurm_tasks_in_a_row_are_a_group() -> None:
 
 def test_a_slurm_step_of_its_own_is_one_group() -> None:
     """An element of a job array, requeued by itself: its tasks are the ranks of the group named."""
-    element = {**BLOCKS, "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "2", **AT,
-               "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": "2",
-               "REPLICA_GROUP_ID": "1", "NUM_REPLICA_GROUPS": "3"}  # fmt: skip
+    element = {
+        **BLOCKS,
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "2",
+        **AT,
+        "SLURM_NODEID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_RESTART_COUNT": "2",
+        "REPLICA_GROUP_ID": "1",
+        "NUM_REPLICA_GROUPS": "3",
+    }
     scope = resolve(element, devices=4, group_size=4)
     assert (scope.role, scope.name, scope.index, scope.num_groups) == (Role.MEMBER, "1", 1, 3)
     assert (scope.group_rank, scope.group_size, scope.local_rank, scope.device) == (2, 4, 2, 2)

@@ -410,11 +410,15 @@ def stops(place: Place) -> Result:
         "local metric": (
             "",
             leader,
-            [EarlyStopping("shard", stopping_threshold=0.5, mode="min", check_on_train_epoch_end=True)],
+            [
+                EarlyStopping(
+                    "shard", stopping_threshold=0.5, mode="min", check_on_train_epoch_end=True
+                )
+            ],
         ),
         "clock": ("", leader, [Timer(duration={"seconds": 1e-6 if place.rank == 0 else 60.0})]),
         "over before": ("", leader, [Timer(duration={"seconds": 0.0})]),
-    }  # fmt: skip
+    }
     for name, (where, who, callbacks) in cases.items():
         trace = Trace()
         trainer = place.trainer(trace, *callbacks, max_epochs=3)
@@ -491,8 +495,10 @@ def leftovers(place: Place) -> Result:
 
     def kept(trainer: Trainer) -> list[Any]:
         return [
-            type(trainer), *map(type, trainer.callbacks), sorted(vars(trainer.fit_loop.epoch_loop)),
-        ]  # fmt: skip
+            type(trainer),
+            *map(type, trainer.callbacks),
+            sorted(vars(trainer.fit_loop.epoch_loop)),
+        ]
 
     environment, threads = dict(os.environ), set(threading.enumerate())
     sockets = _sockets()
@@ -509,9 +515,10 @@ def leftovers(place: Place) -> Result:
         assert trainer.strategy.model is module
         new = set(threading.enumerate()) - threads
         found[kind.__name__] = [
-            sorted(t.name for t in new if t.is_alive()), len(_sockets() - sockets),
+            sorted(t.name for t in new if t.is_alive()),
+            len(_sockets() - sockets),
             sorted(set(os.environ) ^ set(environment)),
-        ]  # fmt: skip
+        ]
     return found
 
 
@@ -693,10 +700,25 @@ def around(place: Place) -> Result:
 SCENARIOS: dict[str, Callable[[Place], Result]] = {
     f.__name__: f
     for f in (
-        accumulate, bf16, fp16, gan, every_second_step, nothing_on_one, scopes, stops, clocks,
-        plateau_by_step, differing_rate, leftovers, refusals, failing_saves, resume, resume_within, around,
+        accumulate,
+        bf16,
+        fp16,
+        gan,
+        every_second_step,
+        nothing_on_one,
+        scopes,
+        stops,
+        clocks,
+        plateau_by_step,
+        differing_rate,
+        leftovers,
+        refusals,
+        failing_saves,
+        resume,
+        resume_within,
+        around,
     )
-}  # fmt: skip
+}
 
 
 def main(options: dict[str, Any]) -> None:

@@ -249,7 +249,5 @@ def test_a_leader_that_was_evicted_for_nothing_saves_when_it_leads_again(tmp_pat
     (tmp_path / "train.py").write_text(EVICTED)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_"))}
     env |= {"PYTHONPATH": str(ROOT), "FT_JOB_ID": str(tmp_path)}
-    done = workers.run(
-        "lightning", ["train.py", str(tmp_path)], env=env, cwd=tmp_path
-    )
+    done = workers.run("lightning", ["train.py", str(tmp_path)], env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -102,7 +102,11 @@ def test_one_that_hangs_in_a_batch_abandons_it_and_heals(
     assert run.end(0)["digest"] == run.end(1)["digest"]
     assert run.end(0)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines[0]]
     seen = [[x["epoch"], x["batch_idx"]] for x in lines[1]]
-    assert run.end(1)["runs"] == [*seen[: 12 // updates], [0, 12 // updates], *seen[12 // updates :]]
+    assert run.end(1)["runs"] == [
+        *seen[: 12 // updates],
+        [0, 12 // updates],
+        *seen[12 // updates :],
+    ]
 
 
 def test_one_let_in_between_two_steps_of_a_batch_heals_at_the_next(
@@ -212,7 +216,10 @@ def test_the_leader_dies_in_a_divided_validation_and_is_let_in_at_an_epochs_end(
     assert [zeros[0]["batches"], ones[0]["batches"]] == [[0, 2], [1, 3]]
     assert ones[1]["batches"] == [1, 3, 0, 2]
     assert ones[2]["batches"] == [0, 1, 2, 3]
-    assert [zeros[3]["batches"], ones[3]["batches"]] == [[1, 3], [0, 2]]  # the one that stayed is first
+    assert [zeros[3]["batches"], ones[3]["batches"]] == [
+        [1, 3],
+        [0, 2],
+    ]  # the one that stayed is first
     assert zeros[3]["val_loss"] == ones[3]["val_loss"]
     lines = [run.lines(rank) for rank in (0, 1)]
     healed = [line for line in lines[0] if line["pid"] == again.pid]

@@ -130,7 +130,9 @@ class Loop:
     done = skip = False
 
 
-def started_from(root: Path | str, job: str, restarts: int, *, wanted: bool, given: Any = None) -> Any:
+def started_from(
+    root: Path | str, job: str, restarts: int, *, wanted: bool, given: Any = None
+) -> Any:
     """The checkpoint that another process of the job loads, and what its leader says."""
     resumption = fit(root, job, restarts, wanted=wanted)
     trainer = resumption._trainer

@@ -125,6 +125,8 @@ def test_a_hot_spare_of_two_ranks_takes_over_within_a_step(
     assert sorted(seen) == list(range(SAMPLES))
     assert [line["share"] for line in lines[4]] == [None, None, 0, 0, 0, 0]
     for rank in (2, 3):
-        mine, theirs = ([line["digest"] for line in each] for each in (lines[rank], lines[rank + 2]))
+        mine, theirs = (
+            [line["digest"] for line in each] for each in (lines[rank], lines[rank + 2])
+        )
         assert mine == theirs
         assert len(mine) == STEPS

@@ -58,10 +58,15 @@ def test_a_batch_that_two_have_done_is_our_own_fault() -> None:
 
 def test_tensors_travel_as_they_are() -> None:
     tree: dict[str, Any] = {
-        "kinds": [torch.arange(6).reshape(2, 3).t(), torch.tensor(True), torch.empty(0, 4),
-                  torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor(2.0)],
+        "kinds": [
+            torch.arange(6).reshape(2, 3).t(),
+            torch.tensor(True),
+            torch.empty(0, 4),
+            torch.tensor([1.5], dtype=torch.bfloat16),
+            torch.tensor(2.0),
+        ],
         "plain": [1, "two", None, b"three", float("inf")],
-    }  # fmt: skip
+    }
     got = logged_totals.unpack(logged_totals.pack(tree))
     assert got["plain"] == tree["plain"]
     for there, here in zip(got["kinds"], tree["kinds"], strict=True):

@@ -123,10 +123,12 @@ class Truth:
             losses = nn.functional.cross_entropy(logits, labels, reduction="none")
             part = losses[VAL_BATCH : 2 * VAL_BATCH]
             found |= {
-                f"val{suffix}": float(losses.mean()), f"synced{suffix}": float(losses.mean()),
-                f"total{suffix}": float(losses.sum()), f"largest{suffix}": float(losses.max()),
+                f"val{suffix}": float(losses.mean()),
+                f"synced{suffix}": float(losses.mean()),
+                f"total{suffix}": float(losses.sum()),
+                f"largest{suffix}": float(losses.max()),
                 f"least{suffix}": float(losses.min()),
-            }  # fmt: skip
+            }
             if len(part):
                 found[f"second batch{suffix}"] = float(part.mean())
             if index == 0:

@@ -311,7 +311,8 @@ def run(options: dict[str, Any]) -> Trainer:
         )
     if options["trackers"]:
         callbacks += [Clock(), ThroughputMonitor(lambda batch: len(batch[0]))]
-        callbacks.append(LearningRateMonitor("epoch"))  # its first row is older than the first quorum
+        # Its first row is older than the first quorum.
+        callbacks.append(LearningRateMonitor("epoch"))
     if options["logs"]:
         if hasattr(stock_callbacks, "EMAWeightAveraging"):  # Lightning 2.6
             callbacks.append(stock_callbacks.EMAWeightAveraging(decay=0.9))

@@ -42,9 +42,23 @@ def prefix(a, b):
 
 
 class Model:
-    def __init__(self, slots=3, ballots=2, nmax=2, steps=2, deaths=1, births=0, cold=False, without=(), witness=True, foreign=False, after=()):
+    def __init__(
+        self,
+        slots=3,
+        ballots=2,
+        nmax=2,
+        steps=2,
+        deaths=1,
+        births=0,
+        cold=False,
+        without=(),
+        witness=True,
+        foreign=False,
+        after=(),
+    ):
         self.slots, self.K, self.steps = slots, ballots, steps
-        self.nmax = nmax if isinstance(nmax, tuple) else (nmax,) * ballots  # quorums a lighthouse may announce
+        # Quorums a lighthouse may announce.
+        self.nmax = nmax if isinstance(nmax, tuple) else (nmax,) * ballots
         self.deaths, self.births, self.cold = deaths, births, cold
         self.on = {r: r not in without for r in RULES}
         self.witness = witness
@@ -108,10 +122,10 @@ class Model:
         out = []
 
         def member(i, m, what, lights=lights, qs=qs, votes=votes, decs=decs):
-            out.append((what, (ms[:i] + (m,) + ms[i + 1:], lights, qs, votes, decs)))
+            out.append((what, (ms[:i] + (m,) + ms[i + 1 :], lights, qs, votes, decs)))
 
         def light(b, l, what, qs=qs, votes=votes, decs=decs):
-            out.append((what, (ms, lights[:b - 1] + (l,) + lights[b:], qs, votes, decs)))
+            out.append((what, (ms, lights[: b - 1] + (l,) + lights[b:], qs, votes, decs)))
 
         deaths = sum(not m[1] for m in ms)
         for i, m in enumerate(ms):
@@ -119,56 +133,102 @@ class Model:
             name = "ABC"[id % 4] + "'" * (id // 4)
             if not alive:
                 if id + 4 not in [x[0] for x in ms] and len(ms) < self.slots + self.births:
-                    for cp in {(), pos} | ({(99, 99)} if self.foreign else set()):  # 99: another run's state
+                    # 99: another run's state.
+                    for cp in {(), pos} | ({(99, 99)} if self.foreign else set()):
                         new = (id + 4, 1, 0, 0, 0, cp, held if cp and cp[0] != 99 else 0, 0, ())
-                        out.append((f"{name}' starts from checkpoint {len(cp)}", (ms + (new,), lights, qs, votes, decs)))
+                        out.append(
+                            (
+                                f"{name}' starts from checkpoint {len(cp)}",
+                                (ms + (new,), lights, qs, votes, decs),
+                            )
+                        )
                 continue
             if deaths < self.deaths:
                 member(i, (id, 0, *m[2:]), f"{name} dies")
             for b in range(1, self.K + 1):
                 if b > promised or (not on["promise"] and b not in [s[0] for s in said]):
                     r = (b, cfg, comm, pos, held, st)
-                    member(i, (id, 1, b, cfg, comm, pos, held, st, said + (r,)), f"{name} promises {b}")
+                    member(
+                        i, (id, 1, b, cfg, comm, pos, held, st, said + (r,)), f"{name} promises {b}"
+                    )
             for q, members, bases, start in qs:
                 if q > cfg and id in members and (q // Q == promised or not on["promise"]):
                     p = pos + (cfg,) if st == 1 and pos + (cfg,) == start else pos
                     s = 0 if p == start else 4 if cfg == 0 or st == 4 else 3
-                    member(i, (id, 1, promised, q, comm & 2, p, q if s == 0 else held, s, said), f"{name} takes {q}")
+                    member(
+                        i,
+                        (id, 1, promised, q, comm & 2, p, q if s == 0 else held, s, said),
+                        f"{name} takes {q}",
+                    )
             if cfg:
                 mine = cfg // Q == promised or not on["promise"]
                 start = quorums[cfg][2]
-                if st >= 3 and (mine or not on["freeze"]) and any(x[1] and x[3] == cfg and x[5] == start and x[7] < 3 for x in ms):
+                if (
+                    st >= 3
+                    and (mine or not on["freeze"])
+                    and any(x[1] and x[3] == cfg and x[5] == start and x[7] < 3 for x in ms)
+                ):
                     if comm & 2 and not prefix(pos, start):
-                        raise Violation(f"S3: {name} lives, holds {pos} and is told to heal to {start}")
-                    member(i, (id, 1, promised, cfg, comm | 2, start, cfg, 0, said), f"{name} heals")
+                        raise Violation(
+                            f"S3: {name} lives, holds {pos} and is told to heal to {start}"
+                        )
+                    member(
+                        i, (id, 1, promised, cfg, comm | 2, start, cfg, 0, said), f"{name} heals"
+                    )
                 if st == 0 and mine and len(pos) < self.steps:
-                    member(i, (id, 1, promised, cfg, comm, pos, held, 1, said), f"{name} votes yes on {cfg} step {len(pos)}",
-                           votes=votes | {(id, cfg, len(pos))})
+                    member(
+                        i,
+                        (id, 1, promised, cfg, comm, pos, held, 1, said),
+                        f"{name} votes yes on {cfg} step {len(pos)}",
+                        votes=votes | {(id, cfg, len(pos))},
+                    )
                 if st == 1 and mine:
                     if (cfg, len(pos), 1) in decs:
-                        member(i, (id, 1, promised, cfg, 3, pos + (cfg,), cfg, 0, said), f"{name} hears commit of {cfg} step {len(pos)}")
+                        member(
+                            i,
+                            (id, 1, promised, cfg, 3, pos + (cfg,), cfg, 0, said),
+                            f"{name} hears commit of {cfg} step {len(pos)}",
+                        )
                     if (cfg, len(pos), 0) in decs:
-                        member(i, (id, 1, promised, cfg, comm, pos, held, 2, said), f"{name} hears discard of {cfg} step {len(pos)}")
+                        member(
+                            i,
+                            (id, 1, promised, cfg, comm, pos, held, 2, said),
+                            f"{name} hears discard of {cfg} step {len(pos)}",
+                        )
         dead = {m[0]: m for m in ms if not m[1]}
         for b in range(1, self.K + 1):
             own, bases, pos, n, live = lights[b - 1]
             if live:
                 members, qbases, start = quorums[live]
                 step = len(pos)
-                light(b, (own, bases, pos, n, 0), f"lighthouse {b} discards {live} step {step}", decs=decs | {(live, step, 0)},
-                      votes=frozenset(v for v in votes if v[1] != live))
+                light(
+                    b,
+                    (own, bases, pos, n, 0),
+                    f"lighthouse {b} discards {live} step {step}",
+                    decs=decs | {(live, step, 0)},
+                    votes=frozenset(v for v in votes if v[1] != live),
+                )
                 yes = [x for x in members if (x, live, step) in votes]
                 known = {d: r[2] for d, r in dead.items()} if self.witness else {}
                 if not on["proofs"]:
-                    known = {x: b for x in range(12) if x not in yes}   # who is lost counts as dead
+                    known = {x: b for x in range(12) if x not in yes}  # who is lost counts as dead
                 for S in subsets(yes):
                     whole = self.rolled(S) and on["roll"]
-                    if on["r"] and not whole and not all(self.enough(S, N, b, known, False) for N in bases):
+                    if (
+                        on["r"]
+                        and not whole
+                        and not all(self.enough(S, N, b, known, False) for N in bases)
+                    ):
                         continue
                     go_on = live if len(S) == len(members) else 0
                     base = members if on["commit_moves_base"] else bases[0]
-                    light(b, (2, (members,), pos + (live,), n, go_on), f"lighthouse {b} commits {live} step {step} with " + self.text(S),
-                          decs=decs | {(live, step, 1)}, votes=frozenset(v for v in votes if v[1] != live))
+                    light(
+                        b,
+                        (2, (members,), pos + (live,), n, go_on),
+                        f"lighthouse {b} commits {live} step {step} with " + self.text(S),
+                        decs=decs | {(live, step, 1)},
+                        votes=frozenset(v for v in votes if v[1] != live),
+                    )
             elif n < self.nmax[b - 1]:
                 here = {m[0]: s[1:] for m in ms for s in m[8] if s[0] == b}
                 if b == 1 and not self.cold:
@@ -177,22 +237,38 @@ class Model:
                 if own:
                     lists = bases
                     if not on["commit_moves_base"]:
-                        lists = (quorums[max(q for q in quorums if q // Q == b)][0],) if n else bases
-                    can = [x for x, r in here.items() if own == 2 or not on["redo"] or prefix(r[2], pos)]
-                    found.add((lists, pos, tuple(sorted(can))))  # who came later with a newer state: needs a new ballot
+                        lists = (
+                            (quorums[max(q for q in quorums if q // Q == b)][0],) if n else bases
+                        )
+                    can = [
+                        x
+                        for x, r in here.items()
+                        if own == 2 or not on["redo"] or prefix(r[2], pos)
+                    ]
+                    # Who came later with a newer state: needs a new ballot.
+                    found.add((lists, pos, tuple(sorted(can))))
                 else:
                     for P in subsets(here):
                         for D in subsets(dead, 0) if self.witness else [()]:
-                            for lists, p in self.takeovers(b, {x: here[x] for x in P}, {d: dead[d] for d in D}, quorums):
+                            for lists, p in self.takeovers(
+                                b, {x: here[x] for x in P}, {d: dead[d] for d in D}, quorums
+                            ):
                                 found.add((lists, p, P))
                 for lists, p, P in found:
                     for M in subsets(P):
                         qb = b if on["nonce"] or b < 3 else b - 1
                         q = qb * Q + n + 1
                         if q in quorums and quorums[q][0] != M:
-                            raise Violation(f"S1: {q} is {self.text(quorums[q][0])} and {self.text(M)}")
+                            raise Violation(
+                                f"S1: {q} is {self.text(quorums[q][0])} and {self.text(M)}"
+                            )
                         l = (max(own, 1), lists, p, n + 1, q)
-                        light(b, l, f"lighthouse {b} announces {q} = {self.text(M)} at step {len(p)}", qs=qs + ((q, M, lists, p),))
+                        light(
+                            b,
+                            l,
+                            f"lighthouse {b} announces {q} = {self.text(M)} at step {len(p)}",
+                            qs=qs + ((q, M, lists, p),),
+                        )
         return out
 
     @staticmethod
@@ -201,7 +277,8 @@ class Model:
 
     # ---------------------------------------------------------------- invariants and progress
     def check(self, state):
-        holders = [m for m in state[0] if m[1] and m[4] & 2]  # not one that only brings a checkpoint
+        # Not one that only brings a checkpoint.
+        holders = [m for m in state[0] if m[1] and m[4] & 2]
         for x, y in combinations(holders, 2):
             if not (prefix(x[5], y[5]) or prefix(y[5], x[5])):
                 a, b = self.text((x[0],)), self.text((y[0],))
@@ -214,7 +291,7 @@ class Model:
         D = {m[0]: m for m in ms if not m[1]}
         if not P or (all(not r[0] for r in P.values()) and not self.rolled(P)):
             return False
-        if not self.rolled(P):                               # a whole list is dead: to wait for all names is right
+        if not self.rolled(P):  # a whole list is dead: to wait for all names is right
             top = max(m[3] for m in ms)
             members, bases, _ = next((q[1:] for q in qs if q[0] == top), ((), (), ()))
             if any(not set(N) & set(P) for N in (members, *bases)):
@@ -227,21 +304,52 @@ class Model:
         if self.on["promise"]:
             low = min((m[2] for m in ms if m[1]), default=99)
             bound = {m[2] for m in ms if m[1]}
-            lights = tuple(l if b in bound or b > low else (2, (), (), self.nmax[b - 1], 0) for b, l in enumerate(lights, 1))
-        said = {b for b, l in enumerate(lights, 1) if l[0] < 2}  # then it only matters who has promised
+            lights = tuple(
+                l if b in bound or b > low else (2, (), (), self.nmax[b - 1], 0)
+                for b, l in enumerate(lights, 1)
+            )
+        # Then it only matters who has promised.
+        said = {b for b, l in enumerate(lights, 1) if l[0] < 2}
         keep = {b for b, l in enumerate(lights, 1) if l[3] < self.nmax[b - 1]}
-        ms = tuple((id, a, p, c, k, pos, h, st if a else 0, tuple(
-            r if r[0] in said else (r[0],) for r in r9 if r[0] in keep or not self.on["promise"]))
-            for id, a, p, c, k, pos, h, st, r9 in ms)
+        ms = tuple(
+            (
+                id,
+                a,
+                p,
+                c,
+                k,
+                pos,
+                h,
+                st if a else 0,
+                tuple(
+                    r if r[0] in said else (r[0],)
+                    for r in r9
+                    if r[0] in keep or not self.on["promise"]
+                ),
+            )
+            for id, a, p, c, k, pos, h, st, r9 in ms
+        )
         live = {l[4] for l in lights}
         used = {m[3] for m in ms} | {s[1] for m in ms for s in m[8] if len(s) > 1} | live
         if not self.on["commit_moves_base"]:
             used |= {q[0] for q in qs}
         strict = self.on["promise"]
-        qs = tuple(sorted(q for q in qs if q[0] in used or any(
-            m[1] and m[0] in q[1] and m[3] < q[0] and (m[2] == q[0] // Q or not strict) for m in ms)))
-        decs = frozenset(d for d in decs if any(
-            m[1] and m[7] == 1 and m[3] == d[0] and len(m[5]) == d[1] for m in ms))
+        qs = tuple(
+            sorted(
+                q
+                for q in qs
+                if q[0] in used
+                or any(
+                    m[1] and m[0] in q[1] and m[3] < q[0] and (m[2] == q[0] // Q or not strict)
+                    for m in ms
+                )
+            )
+        )
+        decs = frozenset(
+            d
+            for d in decs
+            if any(m[1] and m[7] == 1 and m[3] == d[0] and len(m[5]) == d[1] for m in ms)
+        )
         votes = frozenset(v for v in votes if v[1] in live)
         return (ms, lights, qs, votes, decs)
 
@@ -258,7 +366,7 @@ def report(said):
 
 def explore(model, limit=10**9, seconds=600, progress=True, keep=False):
     first = model.canon(model.start())
-    for wanted in model.after:                               # a search that begins after these events
+    for wanted in model.after:  # a search that begins after these events
         first = model.canon(next(t for what, t in model.next(first) if what == wanted))
     seen, layer, depth, n, edges = {hash(first)}, [first], 0, 1, 0
     met = set()  # as `seen`, of states as `next` makes them
@@ -270,7 +378,9 @@ def explore(model, limit=10**9, seconds=600, progress=True, keep=False):
             try:
                 steps = model.next(s)
             except Violation as v:
-                return dict(found=str(v), trace=path(back, s), states=n, depth=depth, s=time.time() - t0)
+                return dict(
+                    found=str(v), trace=path(back, s), states=n, depth=depth, s=time.time() - t0
+                )
             edges += len(steps)
             for what, t in steps:
                 if (h := hash(t)) in met:
@@ -287,12 +397,22 @@ def explore(model, limit=10**9, seconds=600, progress=True, keep=False):
                 try:
                     model.check(t)
                     if progress and model.stuck(t):
-                        raise Violation("L: all who live are here, all deaths are proven, and nothing may form")
+                        raise Violation(
+                            "L: all who live are here, all deaths are proven, and nothing may form"
+                        )
                 except Violation as v:
-                    return dict(found=str(v), trace=path(back, t), states=n, depth=depth + 1, s=time.time() - t0)
+                    return dict(
+                        found=str(v),
+                        trace=path(back, t),
+                        states=n,
+                        depth=depth + 1,
+                        s=time.time() - t0,
+                    )
                 following.append(t)
             if n >= limit or time.time() - t0 > seconds:
-                return dict(found="", full=False, states=n, edges=edges, depth=depth, s=time.time() - t0)
+                return dict(
+                    found="", full=False, states=n, edges=edges, depth=depth, s=time.time() - t0
+                )
         layer, depth = following, depth + 1
     return dict(found="", full=not layer, states=n, edges=edges, depth=depth, s=time.time() - t0)
 
@@ -304,43 +424,111 @@ def path(back, s):
         steps.append(what)
     return steps[::-1]
 
-BASE = ("lighthouse 1 discards 9 step 0", "lighthouse 1 announces 10 = {A B} at step 0", "lighthouse 1 discards 10 step 0",
-        "lighthouse 1 announces 11 = {A} at step 0")
-ROLL = ("A promises 1", "B promises 1", "lighthouse 1 announces 9 = {A B} at step 0", "A takes 9",
-        "A votes yes on 9 step 0", "lighthouse 1 commits 9 step 0 with {A}", "A hears commit of 9 step 0", "B dies",
-        "B' starts from checkpoint 0")
-LATE = ("A votes yes on 9 step 0", "lighthouse 1 commits 9 step 0 with {A}", "lighthouse 1 announces 10 = {A B} at step 1",
-        "A takes 10", "B takes 10", "B promises 2")
-LAST = ("A votes yes on 9 step 0", "B votes yes on 9 step 0", "lighthouse 1 commits 9 step 0 with {A}",
-        "A hears commit of 9 step 0", "lighthouse 1 announces 10 = {B} at step 1", "B takes 10", "B votes yes on 10 step 1",
-        "lighthouse 1 commits 10 step 1 with {B}", "B hears commit of 10 step 1", "B dies")
+
+BASE = (
+    "lighthouse 1 discards 9 step 0",
+    "lighthouse 1 announces 10 = {A B} at step 0",
+    "lighthouse 1 discards 10 step 0",
+    "lighthouse 1 announces 11 = {A} at step 0",
+)
+ROLL = (
+    "A promises 1",
+    "B promises 1",
+    "lighthouse 1 announces 9 = {A B} at step 0",
+    "A takes 9",
+    "A votes yes on 9 step 0",
+    "lighthouse 1 commits 9 step 0 with {A}",
+    "A hears commit of 9 step 0",
+    "B dies",
+    "B' starts from checkpoint 0",
+)
+LATE = (
+    "A votes yes on 9 step 0",
+    "lighthouse 1 commits 9 step 0 with {A}",
+    "lighthouse 1 announces 10 = {A B} at step 1",
+    "A takes 10",
+    "B takes 10",
+    "B promises 2",
+)
+LAST = (
+    "A votes yes on 9 step 0",
+    "B votes yes on 9 step 0",
+    "lighthouse 1 commits 9 step 0 with {A}",
+    "A hears commit of 9 step 0",
+    "lighthouse 1 announces 10 = {B} at step 1",
+    "B takes 10",
+    "B votes yes on 10 step 1",
+    "lighthouse 1 commits 10 step 1 with {B}",
+    "B hears commit of 10 step 1",
+    "B dies",
+)
 SCENARIOS = {  # name -> bounds
     "two members, two lighthouses": dict(slots=2, deaths=1),
     "two members, one dies and comes back": dict(slots=2, deaths=1, births=1),
     "two members, deaths never proven": dict(slots=2, deaths=1, births=1, witness=False),
     "two members, three lighthouses": dict(slots=2, ballots=3, steps=1, deaths=0),
     "two members, started cold": dict(slots=2, cold=True, deaths=1, births=1, steps=1, nmax=1),
-    "two members, another run's state comes": dict(slots=2, deaths=1, births=1, steps=1, foreign=True),
+    "two members, another run's state comes": dict(
+        slots=2, deaths=1, births=1, steps=1, foreign=True
+    ),
     "three members, two lighthouses": dict(slots=3, deaths=0, steps=1, nmax=1),
-    "three members, lists announced in vain": dict(slots=3, deaths=0, steps=1, nmax=(3, 1), after=BASE),
+    "three members, lists announced in vain": dict(
+        slots=3, deaths=0, steps=1, nmax=(3, 1), after=BASE
+    ),
     "three members, one dies": dict(slots=3, deaths=1, steps=1, nmax=1),
 }
 MUTANTS = {  # the rule that is taken out -> (what that means, bounds that show it)
     "promise": ("members listen to a lighthouse that they have left", dict(slots=2, deaths=0)),
-    "t": ("a new lighthouse goes on with whoever came (today, after the join timeout)", dict(slots=2, deaths=0)),
+    "t": (
+        "a new lighthouse goes on with whoever came (today, after the join timeout)",
+        dict(slots=2, deaths=0),
+    ),
     "r": ("a lighthouse commits with any one member", dict(slots=3, deaths=0, steps=1)),
     "more_than_half": ("half is enough for a takeover, too", dict(slots=2, deaths=0)),
-    "commit_moves_base": ("halves are counted from the last list announced, not from the last that committed", dict(slots=3, deaths=0, steps=1, nmax=(3, 1), after=BASE)),
-    "basekept": ("members forget on which list their quorum rests", dict(slots=2, deaths=0, nmax=3)),
-    "doubt": ("a yes in doubt is discarded unless all are back (today, rule 4)", dict(slots=3, deaths=0, steps=1, nmax=1)),
-    "newest": ("the highest step wins (today, R2)", dict(slots=2, deaths=1, births=1, steps=1, foreign=True)),
+    "commit_moves_base": (
+        "halves are counted from the last list announced, not from the last that committed",
+        dict(slots=3, deaths=0, steps=1, nmax=(3, 1), after=BASE),
+    ),
+    "basekept": (
+        "members forget on which list their quorum rests",
+        dict(slots=2, deaths=0, nmax=3),
+    ),
+    "doubt": (
+        "a yes in doubt is discarded unless all are back (today, rule 4)",
+        dict(slots=3, deaths=0, steps=1, nmax=1),
+    ),
+    "newest": (
+        "the highest step wins (today, R2)",
+        dict(slots=2, deaths=1, births=1, steps=1, foreign=True),
+    ),
     "proofs": ("a lost connection counts as a death", dict(slots=2, deaths=0)),
-    "record": ("an obituary says only that it is dead, not what it had promised", dict(slots=3, deaths=1, steps=1, nmax=1)),
+    "record": (
+        "an obituary says only that it is dead, not what it had promised",
+        dict(slots=3, deaths=1, steps=1, nmax=1),
+    ),
     "voter": ("the dead alone make up the half", dict(slots=2, deaths=1, births=1, steps=2)),
-    "nonce": ("two lives of lighthouses share a number", dict(slots=2, ballots=3, deaths=0, steps=1)),
-    "word": ("an obituary stands for what the dead had said on promising", dict(slots=3, deaths=1, steps=1, nmax=1)),
-    "each": ("half of a cold quorum may commit its first step", dict(slots=2, cold=True, deaths=1, births=1, steps=1, nmax=1)),
-    "alldead": ("where a whole list is proven dead anybody may start", dict(slots=2, deaths=1, births=1, after=LAST)),
-    "freeze": ("a heal of the old quorum is loaded after the promise", dict(slots=2, deaths=1, births=1, after=LATE)),
-    "roll": ("a job starts cold with a majority of its names", dict(slots=3, deaths=1, births=1, cold=True, steps=1, nmax=1, after=ROLL)),
+    "nonce": (
+        "two lives of lighthouses share a number",
+        dict(slots=2, ballots=3, deaths=0, steps=1),
+    ),
+    "word": (
+        "an obituary stands for what the dead had said on promising",
+        dict(slots=3, deaths=1, steps=1, nmax=1),
+    ),
+    "each": (
+        "half of a cold quorum may commit its first step",
+        dict(slots=2, cold=True, deaths=1, births=1, steps=1, nmax=1),
+    ),
+    "alldead": (
+        "where a whole list is proven dead anybody may start",
+        dict(slots=2, deaths=1, births=1, after=LAST),
+    ),
+    "freeze": (
+        "a heal of the old quorum is loaded after the promise",
+        dict(slots=2, deaths=1, births=1, after=LATE),
+    ),
+    "roll": (
+        "a job starts cold with a majority of its names",
+        dict(slots=3, deaths=1, births=1, cold=True, steps=1, nmax=1, after=ROLL),
+    ),
 }

@@ -21,7 +21,10 @@ WHOLE = {
 THERE = "    if present >= members - _harmless(members, ballot, dead):\n        return True\n"
 NONE = "    if not present:\n        return False\n"
 TAKEN_OUT = {
-    "t": ("    if more:\n        return 2 *", "    if more:\n        return True\n        return 2 *"),
+    "t": (
+        "    if more:\n        return 2 *",
+        "    if more:\n        return True\n        return 2 *",
+    ),
     "more_than_half": ("2 * len(present) > len(members)", "2 * len(present) >= len(members)"),
     "basekept": ("else _bases(reports, record, top)", "else (record.members,)"),
     "doubt": ('"commit" if committed else "discard"', '"discard"'),
@@ -55,7 +58,8 @@ def test_without_a_rule_a_promise_is_broken(rule: str, monkeypatch: pytest.Monke
     source = inspect.getsource(fence)
     assert source.count(old) == 1
     without: dict[str, object] = dict(vars(fence))
-    exec(compile(source.replace(old, new), fence.__file__, "exec"), without)  # as the module is made
+    # As the module is made.
+    exec(compile(source.replace(old, new), fence.__file__, "exec"), without)
     for each in ("enough", "takeover", "Promise", "Record"):
         monkeypatch.setattr(fence, each, without[each])
     result = explore(Model(**MUTANTS[rule][1]))

@@ -70,7 +70,9 @@ def full_job(count: int) -> tuple[JobState, list[str]]:
     return job, names
 
 
-def vote_all(job: JobState, names: list[str], quorum_id: int, step: int, lineage: str) -> list[Effect]:
+def vote_all(
+    job: JobState, names: list[str], quorum_id: int, step: int, lineage: str
+) -> list[Effect]:
     effects: list[Effect] = []
     for name in names:
         vote = Vote(KEY, name, quorum_id, step, lineage, True)
@@ -237,18 +239,33 @@ def any_request(
     if kind < 3:
         doubt = InDoubt(quorum_id, step, next_lineage(lineage, TERM.nonce, quorum_id, step))
         return join(
-            who, step=step, lineage=lineage, quorum_id=rng.choice([0, *ids]),
-            name=rng.choice([who, "a"]), in_doubt=rng.choice([None, doubt]),
+            who,
+            step=step,
+            lineage=lineage,
+            quorum_id=rng.choice([0, *ids]),
+            name=rng.choice([who, "a"]),
+            in_doubt=rng.choice([None, doubt]),
             last_members=tuple(rng.sample("abcd", rng.randrange(4))),
-            basis=rng.choice([None, Basis(0, "x", rng.random() < 0.5, rng.random() < 0.5, (("a", "b"),))]),
-            can_heal=rng.random() < 0.8, group_commit=rng.random() < 0.05,
+            basis=rng.choice(
+                [None, Basis(0, "x", rng.random() < 0.5, rng.random() < 0.5, (("a", "b"),))]
+            ),
+            can_heal=rng.random() < 0.8,
+            group_commit=rng.random() < 0.05,
             promised=rng.choice(terms),
-        )  # fmt: skip
+        )
     if kind < 8:
         return Vote(
-            KEY, who, quorum_id, step, lineage, rng.random() < 0.7, "", rng.choice(PHASES),
-            rng.random() < 0.1, rng.random() < 0.1,
-        )  # fmt: skip
+            KEY,
+            who,
+            quorum_id,
+            step,
+            lineage,
+            rng.random() < 0.7,
+            "",
+            rng.choice(PHASES),
+            rng.random() < 0.1,
+            rng.random() < 0.1,
+        )
     if kind == 8:
         return Heartbeat(KEY, who, quorum_id, step)
     return Leave(KEY, who) if rng.random() < 0.5 else DeathNotice(KEY, who)

@@ -76,8 +76,14 @@ def test_ties_are_for_the_up_to_date_and_the_first() -> None:
     assert leave_out("abc", [*bad, frozenset("c")], ()) == {"c": [], "b": ["a"]}
     assert leave_out("a", [frozenset("a")], ()) == {}
     assert leave_out("abc", bad, ("a",)) == {"a": ["b"]}  # also where several hold the state
-    alone = [frozenset("a"), frozenset("b")]  # bad with every other one: they go first, and c may stay
-    assert leave_out("abc", [*alone, frozenset("ac"), frozenset("bc")], ()) == {"a": ["c"], "b": ["c"]}
+    alone = [
+        frozenset("a"),
+        frozenset("b"),
+    ]  # bad with every other one: they go first, and c may stay
+    assert leave_out("abc", [*alone, frozenset("ac"), frozenset("bc")], ()) == {
+        "a": ["c"],
+        "b": ["c"],
+    }
 
 
 def test_rests_grow_until_both_ends_can_connect() -> None:

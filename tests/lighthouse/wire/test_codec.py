@@ -39,38 +39,82 @@ def members(draw: st.DrawFn) -> Member:
 
 
 quorums = st.builds(
-    Quorum, jobs, numbers, numbers, ids, numbers, st.lists(ids, max_size=3).map(tuple),
-    st.lists(members(), max_size=4).map(tuple), words, st.sampled_from(["", "commit", "discard"]),
-    blobs, numbers, numbers, numbers,
-)  # fmt: skip
+    Quorum,
+    jobs,
+    numbers,
+    numbers,
+    ids,
+    numbers,
+    st.lists(ids, max_size=3).map(tuple),
+    st.lists(members(), max_size=4).map(tuple),
+    words,
+    st.sampled_from(["", "commit", "discard"]),
+    blobs,
+    numbers,
+    numbers,
+    numbers,
+)
 
 anything = st.one_of(
     st.builds(
-        messages.Join, jobs, ids, ids, steps, ids,
-        st.lists(blobs, min_size=1, max_size=3).map(tuple), quorum_ids,
+        messages.Join,
+        jobs,
+        ids,
+        ids,
+        steps,
+        ids,
+        st.lists(blobs, min_size=1, max_size=3).map(tuple),
+        quorum_ids,
         st.lists(ids, max_size=3).map(tuple),
-        st.none() | st.builds(messages.InDoubt, quorum_ids, steps, ids), wishes, wishes,
-        st.booleans(), st.booleans(), words, words, terms, st.integers(0, messages.MAX_NONCE),
+        st.none() | st.builds(messages.InDoubt, quorum_ids, steps, ids),
+        wishes,
+        wishes,
+        st.booleans(),
+        st.booleans(),
+        words,
+        words,
+        terms,
+        st.integers(0, messages.MAX_NONCE),
         quorum_ids,
     ),
     st.builds(
-        Vote, jobs, ids, quorum_ids, steps, ids, st.booleans(), words,
-        st.sampled_from(messages.PHASES), st.booleans(), st.booleans(), blobs,
+        Vote,
+        jobs,
+        ids,
+        quorum_ids,
+        steps,
+        ids,
+        st.booleans(),
+        words,
+        st.sampled_from(messages.PHASES),
+        st.booleans(),
+        st.booleans(),
+        blobs,
     ),
     st.builds(messages.Heartbeat, jobs, ids, quorum_ids, steps),
     st.builds(messages.Leave, jobs, ids, words),
     st.builds(messages.DeathNotice, jobs, ids, words),
     st.builds(
-        messages.ReachReport, jobs, ids,
-        st.lists(ids, max_size=3).map(tuple), st.lists(ids, max_size=3).map(tuple),
+        messages.ReachReport,
+        jobs,
+        ids,
+        st.lists(ids, max_size=3).map(tuple),
+        st.lists(ids, max_size=3).map(tuple),
     ),
     st.builds(messages.ReachQuery, jobs, st.lists(members(), max_size=3).map(tuple)),
     st.builds(messages.DeclareDead, ids, ids),
     st.just(messages.StatusRequest()),
     quorums,
     st.builds(
-        Decision, jobs, numbers, numbers, st.booleans(), words, st.none() | quorums,
-        st.booleans(), blobs,
+        Decision,
+        jobs,
+        numbers,
+        numbers,
+        st.booleans(),
+        words,
+        st.none() | quorums,
+        st.booleans(),
+        blobs,
     ),
     st.builds(messages.Revoke, jobs, numbers, numbers, words),
     st.builds(messages.Waiting, jobs, words, st.none() | terms),
@@ -78,7 +122,7 @@ anything = st.one_of(
     st.builds(Refused, jobs, words),
     st.builds(messages.Declared, ids, ids, st.booleans(), words),
     st.builds(Status, words),
-)  # fmt: skip
+)
 
 
 def test_the_strategy_knows_every_kind_of_message() -> None:
@@ -228,7 +272,9 @@ def test_small_lists_cost_no_more_memory_than_members(entry: list[int]) -> None:
 
 def test_steady_messages_are_small() -> None:
     """The cost of a step must not grow with the number of replica groups."""
-    vote = Vote(JobKey("job", "room"), "replica_12-0123456789abcdef", 2**60 - 1, 10**6, "f" * 16, True)
+    vote = Vote(
+        JobKey("job", "room"), "replica_12-0123456789abcdef", 2**60 - 1, 10**6, "f" * 16, True
+    )
     decision = Decision(JobKey("job", "room"), 2**60 - 1, 10**6, True, "ok")
     assert len(codec.encode(vote)) < 100
     assert len(codec.encode(decision)) < 50
