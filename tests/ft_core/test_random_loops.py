@@ -1,6 +1,6 @@
 """Training loops that make mistakes at random, on real threads, Gloo and ZeroMQ: members at an equal
 version hold equal weights all the same, no error reaches a loop that is not documented, and none waits
-for ever."""
+for ever. So too where the lighthouse's answers are lost, repeated, late or made up."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import random
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from ft_core.errors import QuorumUnavailable, StepInDoubt
+from lighthouse.machine.announce import Effect, Send
+from lighthouse.wire.messages import Quorum, Revoke
 from tests.harness.cluster import Replica, lighthouse, replicas
 
 HASTY = timedelta(milliseconds=1)
@@ -191,10 +193,77 @@ class Loop:
         self.replica = self._start()
 
 
+class Unreliable:
+    """The machine of a lighthouse whose answers a seed loses, repeats, holds back and makes up. The
+    server's thread only."""
+
+    LATE_S = 0.2
+    KINDS: ClassVar = {"well": 80, "lost": 6, "twice": 6, "late": 6, "revoked": 2}
+    """What becomes of an answer: how often of a hundred."""
+
+    def __init__(self, machine: Any, seed: str) -> None:
+        self._machine, self._rng = machine, random.Random(seed)
+        self._held: list[tuple[float, Send]] = []
+        self._newest: Send | None = None  # the newest quorum that was announced to a member
+        self.made: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+    def handle(self, peer: Any, message: Any, now: float) -> list[Effect]:
+        return self._answer(self._machine.handle(peer, message, now), now)
+
+    def disconnected(self, peer: Any, now: float) -> list[Effect]:
+        return self._answer(self._machine.disconnected(peer, now), now)
+
+    def expire(self, now: float) -> list[Effect]:
+        return self._answer(self._machine.expire(now), now)
+
+    def deadline(self) -> float | None:
+        dues = [due for due, _ in self._held]
+        if (own := self._machine.deadline()) is not None:
+            dues.append(own)
+        return min(dues, default=None)
+
+    def _answer(self, effects: list[Effect], now: float) -> list[Effect]:
+        late = [send for due, send in self._held if due <= now]
+        self._held = [entry for entry in self._held if entry[0] > now]
+        return [*late, *(made for effect in effects for made in self._distort(effect, now))]
+
+    def _distort(self, effect: Effect, now: float) -> list[Effect]:
+        if not isinstance(effect, Send):
+            return [effect]
+        if isinstance(effect.message, Quorum):
+            self._newest = effect
+        kind = self._rng.choices(list(self.KINDS), list(self.KINDS.values()))[0]
+        self.made[kind] += 1
+        if kind == "lost":
+            return []
+        if kind == "twice":
+            return [effect, effect]
+        if kind == "late":
+            self._held.append((now + self._rng.random() * self.LATE_S, effect))
+            return []
+        if kind == "revoked" and self._newest is not None:
+            quorum = self._newest.message
+            return [effect, Send(self._newest.peers, self._revoke(quorum))]
+        return [effect]
+
+    def _revoke(self, quorum: Any) -> Revoke:
+        """Of a step that may be over, or not have begun."""
+        step = quorum.step + self._rng.randrange(3)
+        return Revoke(quorum.job, quorum.quorum_id, step, "a test made it up")
+
+
+@pytest.mark.parametrize("reliable", [True, False], ids=["reliable", "unreliable"])
 @pytest.mark.parametrize("seed", range(2), ids=["synchronous", "asynchronous"])
-def test_equal_versions_are_equal_weights(seed: int) -> None:
+def test_equal_versions_are_equal_weights(seed: int, reliable: bool) -> None:
     seen: Weights = {}
-    with lighthouse() as server:
+    timeouts = {} if reliable else {"heartbeat_s": 0.05}  # what is lost is sent again soon
+    with lighthouse(timeouts=timeouts) as server:
+        unreliable = Unreliable(server._machine, f"lighthouse {seed}")
+        if not reliable:
+            server._machine = unreliable
         loops = [
             Loop(
                 server,
@@ -210,3 +279,4 @@ def test_equal_versions_are_equal_weights(seed: int) -> None:
         held = [loop.replica.weights.tolist() for loop in loops]
     assert held[0] == held[1] == held[2]
     assert len(sum((loop.made for loop in loops), Counter())) >= 10
+    assert reliable or all(unreliable.made[kind] >= 2 for kind in Unreliable.KINDS), unreliable.made
