@@ -454,14 +454,23 @@ def test_a_port_that_is_no_source(answer: bytes) -> None:
 def test_a_stream_ends_at_once_when_it_is_told() -> None:
     """Whatever it waits for: an admission, a request, a chunk's first byte or its last."""
     for sends in (None, b"", b"x"):
+        waits = (
+            threading.Event()
+        )  # for its admission: else it may be told before it has said a word
 
-        def script(connection: socket.socket, sends: bytes | None = sends) -> None:
+        def script(
+            connection: socket.socket,
+            sends: bytes | None = sends,
+            waits: threading.Event = waits,
+        ) -> None:
+            waits.set()
             if sends is not None:
                 connection.sendall(MAGIC)
                 connection.sendall(sends)
             assert len(exactly(connection, 10 * ASK.size)) % ASK.size == 0
 
         with scripted(script, enter=False) as target:
+            assert waits.wait(PATIENCE_S)
             if sends is not None:
                 assert target.next().news is News.READY
                 target.stream.ask(0, ())
