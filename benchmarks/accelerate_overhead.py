@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import arguments, median_ms, report
+
+from ft_core.launch.rank_group import free_port
 
 HERE = Path(__file__).resolve()
 SIZES = {
@@ -166,13 +167,6 @@ def of_rank(rank: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(PORT),
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 PORT = 0

@@ -20,7 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import arguments, median_ms, of_two_processes, report
-from step_overhead import BATCH, build, free_port
+from step_overhead import BATCH, build
+
+from ft_core.launch.rank_group import free_port
 
 CASES = {  # name: (widths of the network, pause in seconds in each step)
     "9 k": ((64, 84, 40), 0.0),

@@ -29,17 +29,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import arguments, median_ms, of_two_processes, report, torchft_version
 
+from ft_core.launch.rank_group import free_port
+
 SIZES = {"9 k": (64, 84, 40), "301 k": (256, 512, 330), "4.35 M": (1024, 2048, 1100)}
 BATCH = 16
 BLOCK_STEPS = {"9 k": 50, "301 k": 30, "4.35 M": 8}
 WARM_UP_STEPS = 20
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def build(widths: tuple[int, int, int]) -> Any:

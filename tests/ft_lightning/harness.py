@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -141,9 +140,11 @@ class Scenarios(Run):
         if self.options.get("strategy", "ft_ddp") == "ft_ddp":
             self.wait(*[self.start(index, groups) for index in range(groups)])
             return
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(groups)}
+        world = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(groups),
+        }
         self.wait(*[self.start(LOCAL_RANK=str(index), **world) for index in range(groups)])
 
     def result(self, rank: int, name: str) -> Line:

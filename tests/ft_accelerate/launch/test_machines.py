@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from ft_accelerate.launch.cli_test import SCRIPT
+from ft_core.launch.rank_group import free_port
 from tests.ft_accelerate.installed import installed
 from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S, until
@@ -54,8 +55,7 @@ class Machines:
     """Launchers of one job. `folder`: what they say is there, in `said.N` of the Nth that was started."""
 
     def __init__(self, folder: Path, processes: int = 1) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.folder, self.started = folder, list[workers.Worker]()
         self._env = installed(folder / "package")
         config = {

@@ -23,6 +23,7 @@ from ft_core.heal.checksum import WireSum
 from ft_core.heal.format import Manifest
 from ft_core.heal.receive import Receiver
 from ft_core.heal.transport import HealAddress, reading_socket
+from ft_core.launch.rank_group import free_port
 from lighthouse.config import MOST_STRANGERS
 from tests.ft_core.heal.support import KEY, same, soon, state
 from tests.harness.waiting import PATIENCE_S, until
@@ -483,8 +484,7 @@ def test_a_stream_ends_at_once_when_it_is_told() -> None:
 
 
 def test_a_port_that_refuses() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     target = Target(port)
     assert target.next().news is News.UNREACHABLE
     target.close()
@@ -495,8 +495,7 @@ def test_a_port_that_refuses() -> None:
 
 def test_a_bulk_port_behind_a_firewall_is_named(server: HealServer) -> None:
     address = HealAddress.parse(server.address)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     blocked = str(HealAddress(address.where, port, address.word))
     with pytest.raises(HealError, match=rf"its port {port} can't be reached \(.*refused"):
         fetch([blocked], KEY, deadline=soon(), same_host=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from ft_core.heal import protocol as wire
 from ft_core.heal.target import DEFAULT_CHUNK_BYTES
 from ft_core.heal.transfer_plan import WINDOW
 from ft_core.heal.transport import HealAddress, reading_socket, serving_endpoint
+from ft_core.launch.rank_group import free_port
 from tests.ft_core.heal.support import KEY, FaultyLink, same, soon, state
 from tests.harness.waiting import PATIENCE_S, until
 from tests.lighthouse.support import await_frame
@@ -224,8 +224,7 @@ def test_the_deadline_names_every_source(make_server: MakeServer) -> None:
 
 
 def test_no_process_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(HealError, match="no source is left.*the process seems to be gone"):
         fetch([address], KEY, deadline=soon())
 

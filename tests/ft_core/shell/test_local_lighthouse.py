@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_core.launch.rank_group import free_port
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.shell import session
@@ -25,9 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def process_at(port: int) -> int:
