@@ -23,17 +23,21 @@ if TYPE_CHECKING:
 
 
 class OuterOptimizer(Protocol):
-    """What is needed of the outer optimizer: one of torch's, or `SeveralOptimizers`. Members: see
-    `torch.optim.Optimizer`."""
+    """What is needed of the outer optimizer: one of torch's, or `SeveralOptimizers`."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters with their options, as torch's optimizers have them."""
 
-    def step(self) -> Any: ...
+    def step(self) -> Any:
+        """Update the parameters from their gradients."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Its options and moments, by the position of each parameter."""
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Take over what `state_dict` returned. Raises ValueError where the groups differ in
+        size."""
 
 
 class SeveralOptimizers:

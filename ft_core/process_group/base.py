@@ -217,6 +217,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self.getBackendName()
 
     def name(self) -> str:
+        """As `getBackendName`."""
         return self.getBackendName()
 
     # torch keeps a group's name in its C++ backends, of which this group has none.
@@ -230,6 +231,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
+        """The name under which torch.distributed knows the group (`register`), or ""."""
         return self._group_name
 
     def _set_group_desc(self, desc: str) -> None:
@@ -241,6 +243,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
+        """A description for logs, as torch's own groups have one."""
         return self._group_desc
 
     def register(self, name: str) -> Self:

@@ -73,8 +73,8 @@ class NcclDevice(Protocol):
         ...
 
 
-class CudaDevice:
-    """A CUDA device with torch's `nccl2` backend ("nccl" from torch 2.14 on). Methods: see `NcclDevice`.
+class CudaDevice(NcclDevice):
+    """A CUDA device with torch's `nccl2` backend ("nccl" from torch 2.14 on).
 
     `enable_reconfigure` makes an abort and torch's watchdog revoke the communicator, whatever
     TORCH_NCCL_ASYNC_ERROR_HANDLING says; without it they end the process. A backend is used for one

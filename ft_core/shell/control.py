@@ -64,19 +64,26 @@ SPIN_S = 0.0005
 
 
 class Link(Protocol):
-    """One end of the connection to the lighthouse or to the group's leader. Methods: see
+    """One end of the connection to the lighthouse or to the group's leader, such as
     `lighthouse.client.Connection`. One thread at a time."""
 
-    def send(self, message: Request, /) -> bool: ...
+    def send(self, message: Request, /) -> bool:
+        """Send a request; False if it could not be queued. Never blocks."""
 
-    def receive(self) -> list[Message]: ...
+    def receive(self) -> list[Message]:
+        """The messages that have come, in order; empty if none has. Never blocks."""
 
-    def events(self) -> Sequence[str]: ...
+    def events(self) -> Sequence[str]:
+        """What happened to the connection since the last call, in order ("disconnected",
+        say)."""
 
     @property
-    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]: ...
+    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """What to poll: `receive` and `events` have something where one of the two is
+        readable."""
 
-    def close(self, *, linger_s: float = 0.0) -> None: ...
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close it, and give what was sent up to `linger_s` seconds to leave."""
 
 
 class Plane(Protocol):
@@ -84,15 +91,21 @@ class Plane(Protocol):
     `configure` and `fetch` run on the plane thread;
     `configure` may block there. The others run anywhere and must not block."""
 
-    def configure(self, effect: Configure) -> None: ...
+    def configure(self, effect: Configure) -> None:
+        """Connect the process group to the members of a quorum, and tell the machine how that
+        ended."""
 
-    def fetch(self, effect: FetchState) -> None: ...
+    def fetch(self, effect: FetchState) -> None:
+        """Begin to fetch a state from its sources; a fetch under way ends without a word."""
 
-    def try_to_reach(self, effect: TryToReach) -> None: ...
+    def try_to_reach(self, effect: TryToReach) -> None:
+        """Find out, in a thread of its own, whether a connection to a member can be made."""
 
-    def abort(self, effect: Abort) -> None: ...
+    def abort(self, effect: Abort) -> None:
+        """End the collectives of a quorum, and its `configure`, if one is under way."""
 
-    def withdraw(self, effect: Withdraw) -> None: ...
+    def withdraw(self, effect: Withdraw) -> None:
+        """Stop serving the published state to peers, those that are reading it included."""
 
 
 class Control:

@@ -282,6 +282,11 @@ class PeriodicMixin(FTDDPMixin):
         return model  # nothing happens in its backward
 
     def setup(self, trainer: Any) -> None:
+        """Called by Lightning when a run begins: for a fit, make the algorithm and its inner steps,
+        too.
+
+        Raises ValueError for a Trainer that looks for a learning rate; else as `FTDDPMixin.setup`.
+        """
         if trainer.state.fn == "fit":
             refuse_search(trainer, outer=True)
         super().setup(trainer)
@@ -406,6 +411,7 @@ class PeriodicMixin(FTDDPMixin):
         return kept
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method; keeps the outer optimizer's state until the algorithm is made."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._restored = checkpoint.get(STATE_KEY)
         return checkpoint

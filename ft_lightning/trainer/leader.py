@@ -339,6 +339,8 @@ class CheckpointMixin(_Base):
         return checkpoint if module is None else with_copied_buffers(checkpoint, module)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method; keeps what the strategy has saved of itself for the run that
+        begins."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoints.take(checkpoint)
         return checkpoint

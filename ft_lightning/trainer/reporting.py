@@ -145,6 +145,7 @@ class MetricsMixin(_Base):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Log the counts, where it is time to."""
         counts = getattr(trainer.strategy, "counts", None)
         every = self._every_n_steps or trainer.log_every_n_steps
         step = trainer.global_step
@@ -182,6 +183,7 @@ class TimelineMixin(_Base):
         """Of the picture, once it is drawn."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to write this replica group's events, in its rank 0."""
         manager = getattr(trainer.strategy, "manager", None)
         if manager is None:
             log.warning("FTTimeline draws fits under ft_ddp only: there will be no picture")
@@ -194,6 +196,7 @@ class TimelineMixin(_Base):
         manager.telemetry.add_sink(self._sink)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the record; the leader draws the picture."""
         if self._sink is not None:
             self._sink(Event(END))
             self._close()
@@ -201,6 +204,7 @@ class TimelineMixin(_Base):
                 self._draw(self._folder(trainer))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close the record of a fit that has failed, and draw nothing."""
         self._close()
 
     def _folder(self, trainer: Any) -> Path:

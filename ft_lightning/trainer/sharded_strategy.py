@@ -119,12 +119,16 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
             self._is_as_it_is = before
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state, gathered by the group's ranks; within `as_it_is` this rank's
+        shards."""
         if self._is_as_it_is:
             state: dict[str, Any] = self._module.state_dict()
             return state
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The whole state, gathered by the group's ranks; within `as_it_is` this rank's
+        shards."""
         if self._is_as_it_is:
             state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
             return state
@@ -139,13 +143,16 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
+        """True within `as_it_is`; else `load_checkpoint` restores the optimizers itself."""
         return self._is_as_it_is
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Load this rank's shards within `as_it_is`; else `load_checkpoint` has done it."""
         if self._is_as_it_is:
             self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load this rank's shards within `as_it_is`; else `load_checkpoint` has done it."""
         if self._is_as_it_is:
             for optimizer, state in zip(
                 self.optimizers, checkpoint["optimizer_states"], strict=True
@@ -186,6 +193,8 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
             super()._on_takeover()
 
     def teardown(self) -> None:
+        """Called by Lightning when a run is over: first write what a lost leader has not
+        written."""
         if self._over and self._save_distributed_checkpoint and self._checkpoints.holds:
             self._writes_checkpoint()
         super().teardown()

@@ -195,6 +195,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     # ------------------------------------------------------------------ set-up
 
     def setup_environment(self) -> None:
+        """Called by Lightning before callbacks and loggers are set up: decide whether this
+        process writes, and whether an earlier run is resumed."""
         if self.scope.world_size > 1:
             # Before callbacks are set up, which disables bars where rank zero is not.
             self._shows_bar = getattr(self._trainer.progress_bar_callback, "is_enabled", False)
@@ -227,6 +229,11 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self.set_world_ranks()
 
     def setup(self, trainer: Any) -> None:
+        """Called by Lightning when a run begins: for a fit, make the manager and wrap the model.
+
+        Raises RuntimeError for a Lightning that keeps its counters elsewhere, and ValueError for
+        what a job of several replica groups can't do (LBFGS, say).
+        """
         if trainer.state.fn != "fit":
             self._setup_evaluation(trainer)
             return
@@ -403,6 +410,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             say("ft_lightning", what_is_not_known(before, now, batches_done(trainer)))
 
     def process_dataloader(self, dataloader: object) -> object:
+        """As the stock method; a training loader is divided among the replica groups."""
         loader = super().process_dataloader(dataloader)
         if self._batches is not None and self._trainer.training:
             if self._options.spares and self._job.data_shares > 1:
@@ -411,6 +419,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         return loader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by Lightning for each batch: the user's `training_step`, run once, in a step
+        of the job."""
         assert self._driver is not None
         assert self.model is not None
         if self._trains_alone:
@@ -507,6 +517,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     # ------------------------------------------------------------------ the end
 
     def on_train_end(self) -> None:
+        """Called by Lightning after the last step: leave the job before any code that follows
+        the fit."""
         super().on_train_end()
         if not leader.searching(self._trainer):
             # Before any user code that follows the fit, so that peers do not wait for it.
@@ -517,6 +529,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._checkpoints.end()
 
     def teardown(self) -> None:
+        """Called by Lightning when a run is over, also with an error: leave the job, and
+        release what this process holds of its machine."""
         self.release_machine()
         self._shut_down()
         if self._loggers is not None:
