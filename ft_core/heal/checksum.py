@@ -39,7 +39,7 @@ from ft_core.heal.format import (
     pack_node,
     plain_tensor,
 )
-from ft_core.heal.scalars import NUMPY_KINDS
+from ft_core.heal.objects import NUMPY_KINDS
 from ft_core.heal.shardings import dtensor_type, local_part
 
 BLOCK_BYTES = 1 << 20

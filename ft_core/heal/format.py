@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from ft_core.heal import objects
+from ft_core.heal.objects import DTYPES, NUMPY_KINDS, decode_scalar, encode_scalar, numpy_dtype
 from ft_core.heal.protocol import HealDenied, HealError, Layout, UnsupportedObjectError, lay_out
-from ft_core.heal.scalars import DTYPES, NUMPY_KINDS, decode_scalar, encode_scalar, numpy_dtype
 from ft_core.heal.shardings import Alike, Sharding, check_alike, dtensor_type, local_part, shardings
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any]

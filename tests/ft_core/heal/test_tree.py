@@ -24,7 +24,7 @@ from hypothesis import given, settings
 
 from ft_core.heal import HealDenied, HealError, UnsupportedObjectError, digest, pack, unpack
 from ft_core.heal.format import Manifest, byte_view, pack_node, unpack_node
-from ft_core.heal.scalars import DTYPES
+from ft_core.heal.objects import DTYPES
 from tests.ft_core.heal.support import same
 
 
