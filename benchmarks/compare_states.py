@@ -1,6 +1,6 @@
 """python benchmarks/compare_states.py [--device cuda] [--json FILE]
 
-What comparing states costs (`ft_core/heal/compared.py`): the mean time that digests add to a step with
+What comparing states costs (`ft_core/heal/digests.py`): the mean time that digests add to a step with
 the default `compare_steps`, as a part of a step of that model (forward, backward and AdamW in one
 process, no communication, so that the ratio is an upper bound); the largest slice; and the whole,
 which is read once after a heal. Limit: 0.1 % of a step.
@@ -21,7 +21,7 @@ from common import arguments, report
 from torch import nn
 
 from ft_core.environment import COMPARE_STEPS
-from ft_core.heal.compared import ComparedState
+from ft_core.heal.digests import ComparedState
 
 CASES = {
     "9 k": (64, 64, 3),

@@ -25,7 +25,7 @@ from ft_core.errors import (
     StepInDoubt,
     TooManyDiscards,
 )
-from ft_core.heal.compared import ComparedState, Digest
+from ft_core.heal.digests import ComparedState, Digest
 from ft_core.heal.objects import naming_option
 from ft_core.launch import kept_files
 from ft_core.launch.board import Slot, slot

@@ -4,7 +4,7 @@ A source publishes its state on a `HealServer`; `fetch` brings it to a target fr
 once, in place; `digest` tells whether two states are equal. `pack` and `unpack` are the format.
 """
 
-from ft_core.heal.checksum import digest
+from ft_core.heal.digests import digest
 from ft_core.heal.format import pack, unpack
 from ft_core.heal.protocol import (
     ANY,

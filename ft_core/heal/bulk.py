@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
-from ft_core.heal.checksum import WireSum
+from ft_core.heal.digests import WireSum
 from ft_core.heal.protocol import MAX_RANGES, SESSION_BYTES, VERSION, Chunk
 from ft_core.heal.receive import Lane, Receiver
 from lighthouse.config import MOST_STRANGERS

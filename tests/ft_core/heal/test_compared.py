@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ft_core.heal.compared import SLICES, ComparedState
+from ft_core.heal.digests import SLICES, ComparedState
 
 
 def tensors(device: str = "cpu") -> list[Tensor]:

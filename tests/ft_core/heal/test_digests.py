@@ -1,4 +1,4 @@
-"""digest and checksum: what they must see, and what they must not."""
+"""`digest` and `checksum`: what they must see, and what they must not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from ft_core.heal import digest
-from ft_core.heal.checksum import BLOCK_BYTES, checksum
+from ft_core.heal.digests import BLOCK_BYTES, checksum
 from tests.ft_core.heal.test_tree import trees
 
 
