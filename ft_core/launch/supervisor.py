@@ -173,7 +173,7 @@ class Roster:
         if exit_code == 0:
             return f"replica group {child.number} has finished"
         child.history = (*child.history[-REMEMBERED:], death)
-        if any(c.exit_code == 0 and not c.running for c in self.children):
+        if self._finished():
             return (
                 f"{how}; it is not started again, since another has finished and would not be there "
                 "to heal from"
@@ -197,6 +197,10 @@ class Roster:
             other.restart_at = None
         self.fault = child
         return f"{how}, and {verdict.why}, so nothing is started again"
+
+    def _finished(self) -> bool:
+        """Whether one has trained to the end."""
+        return any(c.exit_code == 0 and not c.running for c in self.children)
 
     def _all_commits(self) -> int:
         return self.commits + sum(c.commits for c in self.children if c.running)
@@ -222,11 +226,17 @@ class Roster:
 
     def hanging(self, now: float) -> list[Child]:
         """Children that hang and are not back in time; each once: they are killed at `kill_at`."""
-        found = [c for c in self.children if c.running and 0.0 < c.hung_until <= now]
-        found = [c for c in found if c.kill_at is None]
+        found = [c for c in self.children if self._back_by(c) <= now]
         for child in found:
             child.kill_at = now + DUMP_S
         return found
+
+    def _back_by(self, child: Child) -> float:
+        """When the loop of a child must be back, if it hangs: at once, if another has trained to the end,
+        since it would find the training over."""
+        if not (child.running and child.hung_until and child.kill_at is None):
+            return math.inf
+        return 0.0 if self._finished() and not child.over else child.hung_until
 
     def doomed(self, now: float) -> list[Child]:
         """Children to kill now, since they hang; each once."""
@@ -239,9 +249,9 @@ class Roster:
     def next_due(self) -> float | None:
         """When `due`, `hanging` or `doomed` returns a child next, or None."""
         times = [c.restart_at for c in self.children]
-        times += [c.hung_until or None for c in self.children if c.running and c.kill_at is None]
-        times += [c.kill_at for c in self.children if c.running and c.kill_at != math.inf]
-        return min((each for each in times if each is not None), default=None)
+        times += [self._back_by(c) for c in self.children]
+        times += [c.kill_at for c in self.children if c.running]
+        return min((each for each in times if each not in (None, math.inf)), default=None)
 
     def given_up(self) -> list[Child]:
         """Children that will not run again, and have not trained to the end; each is named once."""
@@ -259,8 +269,7 @@ class Roster:
     def stuck(self) -> bool:
         """Whether too few children are left to go on, and none has finished."""
         alive = sum(c.running or c.restart_at is not None for c in self.children)
-        finished = any(c.exit_code == 0 and not c.running for c in self.children)
-        return 0 < alive < self.min_alive and not finished
+        return 0 < alive < self.min_alive and not self._finished()
 
     def missing(self) -> str:
         """A sentence, if what one process had to write for all may be missing; else "": others have trained

@@ -201,6 +201,21 @@ def test_one_that_hangs_is_killed_when_it_has_printed_its_stacks() -> None:
     assert "hung, and was killed; it is started again" in rules.ended(child, -9, 20.0)
 
 
+def test_one_that_hangs_is_not_waited_for_when_another_has_finished() -> None:
+    """It would find the training over. By default the others would have waited for ten minutes."""
+    rules = policy(2)
+    finished, child = rules.children
+    finished.joined = child.joined = True
+    child.hung_until = 700.0
+    assert (rules.hanging(100.0), rules.next_due()) == ([], 700.0)
+    rules.ended(finished, 0, 100.0)
+    assert rules.next_due() == 0.0
+    assert rules.hanging(100.0) == [child]
+    assert (rules.doomed(100.0), rules.doomed(100.0 + DUMP_S)) == ([], [child])
+    assert "hung, and was killed; it is not started again" in rules.ended(child, -9, 102.0)
+    assert (rules.over(), rules.exit_code()) == (True, 0)
+
+
 def test_one_that_is_back_does_not_hang() -> None:
     rules = policy(2)
     rules.children[1].hung_until = 10.0

@@ -116,6 +116,73 @@ def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
                 assert len(run.lines(1)) == steps
 
 
+HANGS = """
+import os, sys, time
+from pathlib import Path
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from ft_lightning.pytorch import FTDDPStrategy
+
+log, group = Path(sys.argv[1]), os.environ.get("REPLICA_GROUP_ID")
+
+def a_step_that_hangs():
+    (log / "hangs").touch()
+    time.sleep(3600)
+
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if group == "1" and self.global_step >= 5 and not (log / "hangs").exists():
+            a_step_that_hangs()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *seen):
+        time.sleep(0.02)  # leaves the cores to what starts
+        if group == "1" and (log / "hangs").exists() and self.trainer.strategy.num_participants == 2:
+            (log / "back").touch()
+        self.trainer.should_stop = (log / sys.argv[2]).exists()
+
+trainer = Trainer(strategy=FTDDPStrategy(timeout_s=1.0), accelerator="cpu", devices=2,
+                  max_epochs=1_000_000, default_root_dir=log)
+trainer.fit(Model())
+print(f"\\ngroup {group} ends", [p.tolist() for p in trainer.lightning_module.parameters()])
+"""
+
+
+@pytest.mark.parametrize("until_it", ["is back", "hangs"])
+def test_a_trainer_whose_step_hangs_comes_back_and_the_job_ends(
+    tmp_path: Path, until_it: str
+) -> None:
+    """With a Trainer's own loggers, bars and checkpoints. Or the others end first: they do not wait for it."""
+    script = tmp_path / "train.py"
+    script.write_text(HANGS)
+    last = {"is back": "back", "hangs": "hangs"}[until_it]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "output").open("wb") as output:
+        supervisor = workers.start(
+            "lightning",
+            [str(script), str(tmp_path), last],
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code = supervisor.wait(PATIENCE_S)
+        finally:
+            supervisor.end()
+    text = (tmp_path / "output").read_text()
+    assert code == 0, text
+    assert "replica group 1 was evicted, since its training loop hangs" in text
+    assert "in a_step_that_hangs" in text
+    ends = {line.partition(" ends ")[2] for line in text.splitlines() if " ends " in line}
+    if until_it == "is back":
+        assert "replica group 1 hung, and was killed; it is started again" in text
+        assert text.count(" ends ") == 2
+    else:
+        assert "replica group 1 hung, and was killed; it is not started again" in text
+        assert text.count(" ends ") == 1
+    assert len(ends) == 1, text
+
+
 class Supervised(Exception):
     """Instead of a supervisor: with its options."""
 
