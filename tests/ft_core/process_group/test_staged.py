@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ft_core.errors import UnderCapture
-from ft_core.process_group import ProcessGroupError, ProcessGroupGloo, staged
+from ft_core.process_group import ProcessGroupError, ProcessGroupGloo, gloo
 from tests.ft_core.process_group.members import Calls, configure, gloo_groups
 from tests.harness.copy_double import CopyDouble
 from tests.harness.waiting import PATIENCE_S, until
@@ -39,7 +39,7 @@ class Pair:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(staged, "PIECE_BYTES", 4 * 16)
+    monkeypatch.setattr(gloo, "PIECE_BYTES", 4 * 16)
     chance = random.Random(1)
 
     def delay_s() -> float:
