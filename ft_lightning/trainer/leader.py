@@ -31,8 +31,7 @@ from ft_core.manager import Manager
 from ft_lightning.shared.strategy_base import NoLongerLeads, act_as_leader
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.batches import Batches
-from ft_lightning.trainer.csv_rows import keep_metrics
-from ft_lightning.trainer.loggers import Loggers, released
+from ft_lightning.trainer.loggers import Loggers, keep_metrics, released
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.saves import versions, with_copied_buffers, write_whole
 

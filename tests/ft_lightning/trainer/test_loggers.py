@@ -25,9 +25,8 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_lightning.trainer import loggers
-from ft_lightning.trainer.csv_rows import keep_metrics
 from ft_lightning.trainer.leader import SkippedHooks, is_guarded
-from ft_lightning.trainer.loggers import Loggers, Relay, log_places
+from ft_lightning.trainer.loggers import Loggers, Relay, keep_metrics, log_places
 
 ROLE: Any = rank_zero_only
 
