@@ -36,7 +36,7 @@ from ft_accelerate.runtime import (
 )
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
-from ft_accelerate.runtime.checkpoint_folders import named, save_again, save_whole
+from ft_accelerate.runtime.checkpoints import named, save_again, save_whole
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime

@@ -8,7 +8,7 @@ results, writes no state of random numbers, and knows from its peers which step 
 
 *Checkpoints are whole or absent.* Trainer writes a checkpoint's files under its final name one after
 the other, and looks for the best one by that name. Here each process writes to a folder of its own, as
-under `save_state` (`checkpoint_folders`), and the main process gives it the name at the end. So
+under `save_state` (`checkpoints`), and the main process gives it the name at the end. So
 `get_last_checkpoint`, `save_total_limit`, `load_best_model_at_end` and a script's own code see whole
 checkpoints only. All processes agree on the best one: if the main process dies before it is there, the
 next main process writes it. Another checkpoint is just absent then.
@@ -58,7 +58,7 @@ from ft_accelerate.options import is_enabled
 from ft_accelerate.runtime import group_shards
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
-from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
+from ft_accelerate.runtime.checkpoints import FOLDER, publish
 from ft_accelerate.runtime.divided_data import skips_by_index
 from ft_accelerate.runtime.models import FollowsTheScript
 from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_accelerate.runtime.saved_position import FILE
+from ft_accelerate.runtime.checkpoints import POSITION_FILE
 from tests.ft_accelerate.harness import compare, running
 from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.waiting import PATIENCE_S
@@ -36,8 +36,8 @@ def saved(checkpoint: Path) -> dict[str, Any]:
     place = torch.load(checkpoint / "dl_state_dict.bin", weights_only=False)
     names = sorted(p.name for p in checkpoint.iterdir())
     return {
-        "names": [name for name in names if name != FILE],
-        "ours": FILE in names,
+        "names": [name for name in names if name != POSITION_FILE],
+        "ours": POSITION_FILE in names,
         "place": place,
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ft_accelerate.options import FaultTolerancePlugin
-from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
+from ft_accelerate.runtime.checkpoints import FOLDER, publish
 from ft_accelerate.runtime.startup import GroupRanks
 from ft_core.environment import ReplicaEnv
 from tests.harness.waiting import until

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ft_accelerate.runtime.saved_position import FILE
+from ft_accelerate.runtime.checkpoints import POSITION_FILE
 from lighthouse import LighthouseServer
 from tests.ft_accelerate.harness import Line, Run, compare, running
 from tests.harness.lighthouses import has_joined, patient_lighthouse
@@ -61,7 +61,7 @@ def test_equals_plain_ddp_bit_for_bit_also_with_discards(
     if "save" in options:
         saved = sorted(p.name for p in (tmp_path / "ft" / "checkpoint_10").iterdir())
         plainly = [p.name for p in (tmp_path / "plain" / "checkpoint_10").iterdir()]
-        assert saved == sorted([*plainly, FILE])
+        assert saved == sorted([*plainly, POSITION_FILE])
 
 
 def in_one_group(log: Path, lighthouse: str, plain: Run, **options: object) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from ft_accelerate.runtime.checkpoints import POSITION_FILE, SavedPosition
 from ft_accelerate.runtime.leadership import main_of
 from ft_accelerate.runtime.models import COPIED_BYTES, FaultTolerantModel, freeze, thaw
-from ft_accelerate.runtime.saved_position import FILE, SavedPosition
 from ft_accelerate.runtime.script_position import (
     BATCHES_A_S,
     COMPUTED_GRADS,
@@ -307,7 +307,7 @@ def test_a_script_goes_on_from_what_is_kept_unless_it_begins_behind_it_or_nobody
         position = ScriptPosition()
         saved = SavedPosition(position, "")
         if loads is not None:
-            (tmp_path / FILE).write_text(f'{{"pass": {loads}}}')
+            (tmp_path / POSITION_FILE).write_text(f'{{"pass": {loads}}}')
             saved.on_load([], str(tmp_path))
         position.begin(None, left_out)
         return saved.goes_on_from(kept, **{"past": None, "has_trained": False, **said})
