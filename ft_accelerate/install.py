@@ -10,7 +10,8 @@ import functools
 import inspect
 import logging
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from ft_accelerate.runtime import (
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoints import named, save_again, save_whole
+from ft_accelerate.runtime.divided_data import index_sampler
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
@@ -234,14 +236,23 @@ def _prepare_data_loader(
 
 
 @while_active
+@contextmanager
 def _join_uneven_inputs(
     runtime: Runtime, original: Any, self: Any, joinables: Any, even_batches: Any = None
-) -> Any:
+) -> Iterator[Any]:
     log.warning(
-        "join_uneven_inputs does nothing under fault tolerance: all replica groups get the same "
-        "number of batches (even_batches)"
+        "join_uneven_inputs joins nothing under fault tolerance: within it all processes get the same "
+        "number of batches (even_batches=True)"
     )
-    return nullcontext(joinables)
+    samplers = [each for each in map(index_sampler, self._dataloaders) if each is not None]
+    before = [sampler.even_batches for sampler in samplers]
+    for sampler in samplers:
+        sampler.even_batches = True
+    try:
+        yield joinables
+    finally:
+        for sampler, even in zip(samplers, before, strict=True):
+            sampler.even_batches = even
 
 
 @while_active

@@ -36,6 +36,11 @@ UNDIVIDED = (
     "DataLoaders over map-style datasets, prepared by Accelerate, without use_stateful_dataloader; set it "
     "to 0 for other data"
 )
+UNEVEN = (
+    "even_batches=False gives this process another number of training batches than the others, which would "
+    "wait for it, or it for them: leave it out, so that the last batches repeat samples, or drop the last "
+    "ones (DataLoader(drop_last=True), dataloader_drop_last)"
+)
 DRIFTING = (
     "fault_tolerance_spares serves scripts that average gradients in each step: leave out LocalSGD and "
     "DiLoCo, or set it to 0"
@@ -113,6 +118,21 @@ def skips_by_index(loader: Any) -> bool:
         and not is_stateful(loader)
         and index_sampler(loader) is not None
     )
+
+
+def refuse_uneven(loader: Any) -> None:
+    """Raise ValueError if the processes get unequal numbers of batches of this training loader."""
+    sampler = index_sampler(loader)
+    if sampler is None or sampler.even_batches or sampler.drop_last:
+        return
+    batches, number = sampler.batch_sampler, sampler.num_processes
+    if sampler.split_batches:
+        rest = len(batches.sampler) % batches.batch_size if hasattr(batches, "sampler") else 0
+        uneven = 0 < rest <= batches.batch_size // number * (number - 1)
+    else:
+        uneven = len(batches) % number != 0
+    if uneven:
+        raise ValueError(UNEVEN)
 
 
 def read_as(loader: Any, index: int, num_processes: int) -> None:

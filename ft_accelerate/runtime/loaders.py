@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.utils import send_to_device
 
-from ft_accelerate.runtime.divided_data import index_sampler, is_stateful, read_as
+from ft_accelerate.runtime.divided_data import index_sampler, is_stateful, read_as, refuse_uneven
 from ft_accelerate.runtime.peer_state import generator_of
 from ft_accelerate.runtime.process import active
 from ft_accelerate.runtime.runtime import Runtime
@@ -56,6 +56,8 @@ class _Pass:
 
     def __init__(self, runtime: Runtime, original: Original, loader: Any) -> None:
         self._runtime, self._original, self._loader = runtime, original, loader
+        if runtime.prepared.training:
+            refuse_uneven(loader)
         self._generator = generator_of(loader)
         state = None if self._generator is None else self._generator.get_state()
         self._resumed = _take_resumed(loader)

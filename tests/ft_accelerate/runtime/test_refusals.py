@@ -92,6 +92,37 @@ def test_reading_for_all_in_one_process_is_refused() -> None:
         mine.prepare(DataLoader([1, 2, 3]))
 
 
+def uneven(**settings: Any) -> tuple[Accelerator, Any, Any]:
+    """Prepared: a model, and 3 batches for two processes, or (split) two processes' 8, 8 and 1."""
+    mine = accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False, **settings))
+    size = 16 if settings else 8
+    loader = DataLoader([torch.ones(2)] * (2 * size + 1), batch_size=size)
+    return mine, *mine.prepare(torch.nn.Linear(2, 1), loader)
+
+
+@pytest.mark.parametrize("settings", [{}, {"split_batches": True}])
+def test_training_on_unequal_numbers_of_batches_is_refused(settings: dict[str, bool]) -> None:
+    """The process that has more would compute its last gradients alone."""
+    _, model, loader = uneven(**settings)
+    model.train()
+    with pytest.raises(ValueError, match="even_batches=False gives this process another number of"):
+        next(iter(loader))
+
+
+def test_join_uneven_inputs_makes_them_equal() -> None:
+    mine, model, loader = uneven()
+    with mine.join_uneven_inputs([model], even_batches=False):
+        assert loader.batch_sampler.even_batches
+        shares = [len(share_of(loader, index)) for index in range(2)]
+    assert shares == [2, 2]
+    assert not loader.batch_sampler.even_batches
+
+
+def share_of(loader: Any, index: int) -> list[Any]:
+    loader.batch_sampler.process_index = index
+    return list(loader.batch_sampler)
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "barrier"])
 def test_the_script_s_own_collectives_are_refused(name: str) -> None:
     accelerator()
