@@ -85,8 +85,7 @@ class StatusPage:
 
     def __init__(self, address: str, status: Status) -> None:
         host, port = split_address(normalize_address(address, to_connect=False))
-        kind = _Server6 if ":" in host else _Server
-        self._server = kind(("" if host == "*" else host, port), _handler_of(status))
+        self._server = bounded_http_server(host, port, _handler_of(status))
         shown = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{bracketed(shown)}:{self._server.server_address[1]}/"
         self._thread = threading.Thread(
@@ -105,6 +104,18 @@ class StatusPage:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+def bounded_http_server(
+    host: str, port: int, handler: type[BaseHTTPRequestHandler]
+) -> ThreadingHTTPServer:
+    """A server bound to `host` ("*": all IPv4 addresses), which closes connections beyond
+    `MOST_CONNECTIONS` at once and prints nothing. The handler's `timeout` should be `SILENCE_S`.
+
+    Raises OSError if the address can't be bound.
+    """
+    kind = _Server6 if ":" in host else _Server
+    return kind(("" if host == "*" else host.strip("[]"), port), handler)
 
 
 class _Server(ThreadingHTTPServer):
@@ -135,8 +146,8 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser has hung up, say: nothing for the lighthouse's standard error."""
-        log.debug("a question for the page of %s failed", client_address, exc_info=True)
+        """A browser has hung up, say: nothing for standard error."""
+        log.debug("an HTTP request of %s failed", client_address, exc_info=True)
 
 
 class _Server6(_Server):

@@ -39,6 +39,7 @@ from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES
 from ft_core.diloco.global_state import drifting, without
 from ft_core.environment import torchft_settings
 from ft_core.errors import OutsideStep
+from ft_core.process_group import parameter_server
 from ft_core.process_group.work import completed
 from lighthouse import LighthouseConfig
 from lighthouse import LighthouseServer as Server
@@ -310,6 +311,13 @@ class TorchftLighthouseServer(Server):
         )
 
 
+class TorchftParameterServer(parameter_server.ParameterServer):
+    """`ParameterServer` with torchft's arguments. `store_port` has no effect: sessions need no store."""
+
+    def __init__(self, port: int, store_port: int = 0) -> None:
+        super().__init__(port)
+
+
 class _NotServed:
     """A torchft name that is not here; `instead` says what is."""
 
@@ -322,6 +330,7 @@ class _NotServed:
 Manager, LocalSGD, DiLoCo = TorchftManager, TorchftLocalSGD, TorchftDiLoCo
 DistributedDataParallel, ManagedProcessGroup = TorchftDDP, TorchftManagedProcessGroup
 LighthouseServer, ManagedDeviceMesh = TorchftLighthouseServer, DeviceMesh
+ParameterServer = TorchftParameterServer
 
 _SERVED = {
     "checkpointing": "CheckpointTransport HTTPTransport",
@@ -335,6 +344,7 @@ _SERVED = {
     "local_sgd": "DiLoCo LocalSGD",
     "manager": "Manager WorldSizeMode",
     "optim": "Optimizer OptimizerWrapper",
+    "parameter_server": "ParameterServer",
     "process_group": (
         "ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper ManagedDeviceMesh ManagedProcessGroup "
         "ProcessGroup ProcessGroupDummy ProcessGroupGloo ProcessGroupNCCL ProcessGroupWrapper "
@@ -355,7 +365,6 @@ _INSTEAD = {
         ),
     },
     "otel": {"FT_EVENT_LOG names a file for a run's events": "setup_logger"},
-    "parameter_server": {"train by DiLoCo or LocalSGD": "ParameterServer"},
     "process_group": {
         "use ProcessGroupGloo or ProcessGroupNCCL, whose blocked operations end without a child": (
             "ProcessGroupBaby ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupBabyXCCL"

@@ -35,7 +35,7 @@ from ft_core.compat.torchft import (
 from ft_core.compat.torchft.checkpointing.transport import CheckpointTransport
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch.rank_group import free_port
-from ft_core.process_group import ProcessGroupDummy, ProcessGroupGloo
+from ft_core.process_group import ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
 from lighthouse.errors import LighthouseUnavailable
 from tests.architecture.source import REPO
 from tests.harness.cluster import lighthouse, replicas
@@ -227,6 +227,31 @@ def test_a_lighthouse_with_torchfts_arguments_waits_for_min_replicas() -> None:
         one.start_quorum()
     one.shutdown()
     server.shutdown()
+
+
+def test_a_parameter_server_with_torchfts_arguments() -> None:
+    from ft_core.compat.torchft.parameter_server import ParameterServer
+
+    class Adds(ParameterServer):
+        def __init__(self) -> None:
+            super().__init__(port=0, store_port=0)
+
+        @classmethod
+        def new_process_group(cls) -> ProcessGroup:
+            return ProcessGroupGloo(timeout=IN_TWENTY_S)
+
+        def forward(self, session_id: str, pg: ProcessGroup) -> None:
+            data = torch.zeros(1)
+            pg.broadcast_one(data, root=1).wait()
+            pg.broadcast_one(data + 23, root=0).wait()
+
+    with Adds() as server:
+        pg = Adds.new_session(server.address())
+        data = torch.full((1,), 12.0)
+        pg.broadcast_one(data, root=1).wait()
+        pg.broadcast_one(data, root=0).wait()
+        assert data.item() == 35.0
+        pg.shutdown()
 
 
 # ---------------------------------------------------------------- groups and meshes

@@ -312,7 +312,7 @@ def test_a_browser_that_hangs_up_leaves_no_traceback(
         with socket.create_connection((host, int(port))) as browser:
             browser.sendall(b"GET /status HTTP/1.1\r\n\r\n")
             assert asked.wait(PATIENCE_S)
-        until(lambda: "a question for the page" in caplog.text)
+        until(lambda: "an HTTP request of" in caplog.text)
     assert "Traceback" not in capfd.readouterr().err
 
 
