@@ -21,6 +21,7 @@ ENV_EVENTS = "FT_EVENT_LOG"
 ENV_COMPARE = "FT_COMPARE_STEPS"
 ENV_HEARTBEAT = "FT_HEARTBEAT_S"
 ENV_WARM = "FT_WARM_START"
+ENV_ABORT_DUMPS = "FT_ABORT_DUMPS"
 
 ENV_TORCHFT_SECONDS = {
     "timeout": "TORCHFT_TIMEOUT_SEC",
@@ -108,6 +109,11 @@ def warm_starts_allowed() -> bool:
     """Whether a supervisor may fork a process that it starts again from a template; "0" forbids it."""
     said = os.environ.get(ENV_WARM, "").strip().lower()
     return said not in ("0", "false", "no", "off")
+
+
+def abort_dumps() -> str:
+    """The folder for what a process group leaves of collectives that it aborts; "": none."""
+    return os.environ.get(ENV_ABORT_DUMPS, "")
 
 
 def new_job_id() -> str:

@@ -28,11 +28,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Work
 
+from ft_core.environment import abort_dumps
 from ft_core.errors import AddressError, ProcessGroupError
 from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.dialing import connect_limit_s, unreachable
 from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
 from ft_core.process_group.work import (
+    AbortDump,
     BackendWork,
     DeviceEnd,
     EndedWork,
@@ -175,6 +177,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self.in_flight: dict[BackendWork, None] = {}
         self._failed_work: tuple[int, Exception] | None = None  # (quorum, error) of the last one
         self._background: list[threading.Thread] = []
+        self._abort_dump = AbortDump(folder) if (folder := abort_dumps()) else None
         self._shut_down = False
         # A backend that is alive when the interpreter ends can abort the process.
         self._exit_hook = partial(_shut_down_at_exit, weakref.ref(self))
@@ -251,6 +254,8 @@ class ReconfigurableProcessGroup(ProcessGroup):
             error = self._error
             rendezvous, connecting = self._rendezvous, self._connecting
             communicator = self._communicator
+        if self._abort_dump is not None and self.in_flight:
+            self._abort_dump.write(self._quorum_id, error)
         if rendezvous is not None:
             rendezvous.abort(error)
         if connecting is not None:

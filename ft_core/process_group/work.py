@@ -7,19 +7,27 @@ the arguments raise at the call (`TypeError`, `ValueError`).
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from ft_core.errors import ProcessGroupError
 
+_log = logging.getLogger("ft_core")
 _IN_BACKEND = timedelta(milliseconds=20)
 """How long a wait for an unwatched work may sit in the backend, whose interruption can fail."""
 
@@ -493,3 +501,50 @@ class PointToPointWork(BackendWork):
 
 
 _future_lock = threading.Lock()
+
+
+# ---------------------------------------------------------------- what aborted ones leave
+
+_MOST_DUMPS = 20
+"""Quorums for which a group writes: a job that loses one every second must not fill a disk."""
+
+
+class AbortDump:
+    """What a process group leaves in `folder` (FT_ABORT_DUMPS) of collectives that it aborts.
+
+    For whoever looks for the rank that did not call one. For each quorum that ends with collectives in
+    flight, `abort-HOST-PID-qID.txt`: why, and the stack of each thread of this process at that moment. Where
+    torch's flight recorder is on (TORCH_FR_BUFFER_SIZE=2000, say), also `abort-HOST-PID-qID.fr` and, with CUDA,
+    `abort-HOST-PID-qID.nccl`: the newest collectives, with sizes and states, pickled as torch's own dumps are.
+    Gloo and "nccl2" record in the first, classic NCCL in the second.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._quorums = set[int]()
+
+    def write(self, quorum_id: int, reason: Exception) -> None:
+        """Takes some milliseconds, once for each of the first 20 quorums. Any thread. A folder that can't be
+        written to is one line in the log."""
+        if quorum_id in self._quorums or len(self._quorums) >= _MOST_DUMPS:
+            return
+        self._quorums.add(quorum_id)
+        name = self._folder / f"abort-{socket.gethostname()}-{os.getpid()}-q{quorum_id}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with open(f"{name}.txt", "w") as text:
+                text.write(f"quorum {quorum_id}: {reason}\n\n")
+                text.flush()
+                faulthandler.dump_traceback(text)
+            if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0":
+                for ending, record in _flight_records().items():
+                    Path(f"{name}.{ending}").write_bytes(record)
+        except OSError as error:
+            _log.warning("no dump of the aborted collectives of quorum %d: %s", quorum_id, error)
+
+
+def _flight_records() -> dict[str, bytes]:
+    dumps = {"fr": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
+    if not torch.cuda.is_available():
+        del dumps["nccl"]
+    return {end: getattr(c10d, dump)() for end, dump in dumps.items() if hasattr(c10d, dump)}
