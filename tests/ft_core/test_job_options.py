@@ -34,7 +34,7 @@ from lighthouse.client import Connection, LighthouseClient, new_identity
 from lighthouse.config import split_address
 from lighthouse.errors import JoinRefused
 from tests.harness.cluster import Replica, lighthouse, replicas
-from tests.harness.waiting import PATIENCE_S, until
+from tests.harness.waiting import PATIENCE_S, children_of_all_threads, until
 
 ZMTP_GREETING = b"\xff"
 
@@ -418,15 +418,11 @@ def test_timeout_bounds_how_long_a_collective_waits() -> None:
 
 @pytest.mark.parametrize("watch", [True, False])
 def test_watch_process_starts_a_watcher_or_none(watch: bool) -> None:
-    def children() -> set[str]:
-        tasks = Path("/proc/self/task").iterdir()
-        return {child for task in tasks for child in (task / "children").read_text().split()}
-
     with lighthouse() as server:
-        before = children()
+        before = children_of_all_threads("self")
         replica = Replica(server, "r0", watch_process=watch)
         replica.run_to(1)
-        started = children() - before
+        started = children_of_all_threads("self") - before
         texts = [Path(f"/proc/{child}/cmdline").read_text() for child in started]
         assert any("watcher" in text for text in texts) == watch
         replica.close()

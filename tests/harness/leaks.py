@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.waiting import children_of_all_threads
+
 GRACE_S = 5.0
 
 ENV_NOT_OURS = frozenset(
@@ -98,13 +100,8 @@ def sockets() -> frozenset[str]:
 def children() -> frozenset[int]:
     """Process ids of the children of this process and of its fork servers, which do not count
     themselves; dead but not waited for included."""
-    found = set()
-    parents = [Path("/proc/self"), *(Path(f"/proc/{pid}") for pid in fork_servers)]
-    for task in [task for parent in parents for task in (parent / "task").iterdir()]:
-        try:
-            found |= {int(pid) for pid in (task / "children").read_text().split()}
-        except OSError:
-            continue  # the thread is gone
+    parents = ["self", *fork_servers]
+    found = {child for parent in parents for child in children_of_all_threads(parent)}
     return frozenset(pid for pid in found if not _is_foreign(pid))
 
 

@@ -32,12 +32,19 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def children_of_all_threads(pid: int | str) -> set[int]:
+    """The processes that any thread of this one has started, and that were not waited for."""
+    found = set[int]()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
 def template_of(supervisor: int) -> int:
     """Process id of a supervisor's template of warm starts, if it is ready; else 0."""
-    tasks = Path(f"/proc/{supervisor}/task")
-    listed = [(task / "children").read_text().split() for task in tasks.iterdir()]
-    for child in {pid for pids in listed for pid in pids}:
+    for child in children_of_all_threads(supervisor):
         with contextlib.suppress(OSError):
             if b"(template of warm starts, ready)" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+                return child
     return 0
