@@ -25,6 +25,21 @@ ACCUSATIONS = (
 Report = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A time without a commit of any replica group.
+
+    Attributes:
+        seconds: how long.
+        still_s: for how much of it the soak's own process stood still: that is the machine's.
+        after: the faults that it followed.
+    """
+
+    seconds: float
+    still_s: float
+    after: list[str]
+
+
 @dataclass(slots=True)
 class Felt:
     """A fault, until when it may cost commits, and the longest time without one so far."""
@@ -54,7 +69,8 @@ class Checker:
         self._all_felt: list[Felt] = []
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.gaps: list[tuple[float, list[str]]] = []
+        self._gaps: list[tuple[float, float, list[str]]] = []  # how long, its end, the faults
+        self._still: list[tuple[float, float]] = []  # apart from each other
         self.highest_step = 0
         self.state_of: dict[tuple[int, int], tuple[int, str, str]] = {}
         """By (group, rank): step, lineage and digest that it reported last."""
@@ -127,7 +143,35 @@ class Checker:
         for felt in self._felt:
             felt.longest_s = max(felt.longest_s, now - last)
         kinds = [felt.kind for felt in self._felt]
-        self.gaps = sorted([*self.gaps, (now - last, kinds)], reverse=True)[:20]
+        self._gaps = sorted([*self._gaps, (now - last, now, kinds)], reverse=True)[:20]
+
+    def stood_still(self, since: float, until: float) -> None:
+        """The process that runs the soak did nothing meanwhile, and so, as far as is known, nor did the
+        members. Overlaps with what it said before count once."""
+        apart = []
+        for begin, end in self._still:
+            if end < since or begin > until:
+                apart.append((begin, end))
+            else:
+                since, until = min(begin, since), max(end, until)
+        self._still = sorted([*apart, (since, until)])
+
+    @property
+    def still_s(self) -> float:
+        """For how long it stood still, in all."""
+        return sum(end - begin for begin, end in self._still)
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """The longest ones; the longest first."""
+        return [
+            Gap(
+                seconds,
+                sum(max(0.0, min(e, end) - max(b, end - seconds)) for b, e in self._still),
+                kinds,
+            )
+            for seconds, end, kinds in self._gaps
+        ]
 
     def equal_at_the_end(self, ranks: int) -> bool:
         """Whether all ranks of one number were last at the same version."""

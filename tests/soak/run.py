@@ -38,6 +38,8 @@ RESTART_S = (0.0, 3.0)
 RANK_GRACE_S = 10.0
 """How long the other ranks of a group have to notice the end of one."""
 SETTLE_COMMITS = 5
+TICK_S, STILL_S = 0.05, 0.25
+"""A thread that sleeps for the one, and comes back the other later, was kept by the machine."""
 STRAY = (
     b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
@@ -106,10 +108,11 @@ class Soak:
         self.settled = False
         self._chance = random.Random(f"{shape} {len(faults)}")
         self._groups = [Group(number) for number in range(shape.groups)]
-        self._news: queue.SimpleQueue[tuple[Rank, Report | None]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._ports = itertools.count(20_000 + os.getpid() % 8_000)
+        self._finished = threading.Event()
         self._settling = False
         self._networks: Networks | None = None
 
@@ -121,6 +124,10 @@ class Soak:
                 self._networks = stack.enter_context(networks(self.shape.groups))
             self._log = stack.enter_context((self._log_path or self._folder / "log").open("ab"))
             stack.callback(self._end_all)
+            clock = threading.Thread(target=self._watch_clock)
+            clock.start()
+            stack.callback(clock.join)
+            stack.callback(self._finished.set)
             self._start_lighthouse()
             stack.callback(self._stop_lighthouse)
             for group in self._groups:
@@ -133,6 +140,15 @@ class Soak:
             self._settle()
 
     # ------------------------------------------------------------------ the loop
+
+    def _watch_clock(self) -> None:
+        """Notice when this process stands still."""
+        due = time.monotonic() + TICK_S
+        while not self._finished.wait(TICK_S):
+            now = time.monotonic()
+            if now > due + STILL_S:
+                self._news.put((due, now))
+            due = now + TICK_S
 
     def _at(self, when: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._due, (when, next(self._serial), what))
@@ -151,8 +167,11 @@ class Soak:
                 heapq.heappop(self._due)[2]()
             wake_at = min(until_s, self._due[0][0] if self._due else until_s)
             with suppress(queue.Empty):
-                rank, report = self._news.get(timeout=max(0.0, wake_at - time.monotonic()))
-                self._hear(rank, report)
+                what, report = self._news.get(timeout=max(0.0, wake_at - time.monotonic()))
+                if isinstance(what, Rank):
+                    self._hear(what, report)
+                else:
+                    self.checker.stood_still(what, report)
         return True
 
     def _hear(self, rank: Rank, report: Report | None) -> None:
@@ -161,7 +180,7 @@ class Soak:
             self._ended(group, rank)
         elif report["kind"] == "step":
             known = len(self.checker.violations)
-            now = time.monotonic()
+            now = report["at"]
             unheard = {g.number for g in self._groups if now < g.unheard_until}
             self.checker.step(rank.group, rank.number, report, now, unheard)
             for found in self.checker.violations[known:][:5]:
@@ -260,7 +279,7 @@ class Soak:
         with suppress(ValueError, OSError):
             for line in rank.process.stdout:
                 if line.endswith(b"\n"):  # else half a line of a killed process
-                    self._news.put((rank, json.loads(line)))
+                    self._news.put((rank, {**json.loads(line), "at": time.monotonic()}))
         self._news.put((rank, None))
 
     def _end_all(self) -> None:

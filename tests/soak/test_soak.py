@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.harness.waiting import PATIENCE_S
 from tests.soak.__main__ import problems
-from tests.soak.checks import Checker
+from tests.soak.checks import Checker, Gap
 from tests.soak.run import Soak
 from tests.soak.schedule import DILOCO, MODES, RANKS, SYNC, WEIGHTS, Shape, schedule
 
@@ -77,8 +79,27 @@ def test_times_without_a_commit_belong_to_the_faults_around_them() -> None:
     checker.step(0, 0, _step(4, "d"), 18.0)
     checker.step(0, 0, _step(5, "e"), 30.0)
     checker.step(0, 0, _step(6, "f"), 80.0)
-    assert checker.gaps[:3] == [(50.0, []), (12.0, ["stop"]), (4.0, ["stop"])]
+    longest = [Gap(50.0, 0.0, []), Gap(12.0, 0.0, ["stop"]), Gap(4.0, 0.0, ["stop"])]
+    assert checker.gaps[:3] == longest
     assert checker.table() == [("kill", 1, 3.0, 3.0), ("stop", 1, 12.0, 12.0)]
+
+
+def test_the_time_for_which_the_soak_itself_stood_still_is_told_from_the_rest() -> None:
+    checker = Checker(one_lineage=True)
+    checker.step(0, 0, _step(1, "a"), 10.0)
+    checker.stood_still(8.0, 12.0)
+    checker.stood_still(20.0, 25.0)
+    checker.stood_still(24.0, 30.0)
+    checker.step(0, 0, _step(2, "b"), 50.0)
+    checker.step(0, 0, _step(3, "c"), 60.0)
+    checker.stood_still(40.0, 41.0)  # told after the step that ended the gap
+    assert checker.gaps[:2] == [Gap(40.0, 13.0, []), Gap(10.0, 0.0, [])]
+    assert checker.still_s == 15.0
+    soak = SimpleNamespace(checker=checker, endings={}, settled=True)
+    assert problems(soak, 26.0) == [  # type: ignore[arg-type]
+        "no commit for 40.00 s (for 13.0 s of which the soak itself stood still), after no fault"
+    ]
+    assert not problems(soak, 27.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.process
