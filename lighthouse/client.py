@@ -208,11 +208,11 @@ class LighthouseClient:
     def _ask(self, request: Request, kind: type[A], timeout_s: float | None = None) -> A:
         """The answer to `request`."""
         wait_s = self.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + wait_s
+        overdue, deadline = sockets.Overdue(), time.monotonic() + wait_s
         self._connection.receive()  # an answer to an earlier call that came too late
         self._connection.send(request)
-        while (left_s := deadline - time.monotonic()) > 0:
-            self._poller.poll(max(1, round(left_s * 1000)))
+        while not overdue.passed(deadline, now := time.monotonic()):
+            self._poller.poll(max(1, round((overdue.look_at(deadline) - now) * 1000)))
             # What was sent before a break may be lost; asking twice does no harm.
             if "connected" in self._connection.events():
                 self._connection.send(request)

@@ -55,11 +55,8 @@ log = logging.getLogger("lighthouse")
 
 BATCH_MESSAGES = 4_096
 """Frames handled before connection events and deadlines get their turn."""
-PUT_OFF_S = 1.0
-"""How long frames that have arrived may put off what is due. They are read in turn, one of each
-connection, so that no flood keeps those of a member unread for longer."""
-ABSENT_S, LOOK_S = 0.1, 0.02
-"""A thread that wakes so late was away itself. It then waits for what ZeroMQ's thread has to hand over."""
+LOOK_S = 0.02
+"""How long the server, after it was away, waits for what ZeroMQ's thread has to hand over."""
 SPIN_S = 0.0003
 """How long votes are looked for before the thread sleeps: 0.1 ms less per step, benchmarks/RESULTS.md."""
 SHUTDOWN_LINGER_MS = 200
@@ -260,7 +257,7 @@ class LighthouseServer:
         endpoint = self._endpoint
         frames = endpoint.polled[0]
         dry, deadline, now = True, self._machine.deadline(), time.monotonic()
-        noticed: float | None = None  # when it was seen that something is due
+        overdue = sockets.Overdue(LOOK_S)
         while True:
             ready = self._wait(waiter, self._sleep_ms(dry, deadline))
             if self._wake_read in ready and not self._obey():
@@ -276,13 +273,9 @@ class LighthouseServer:
                 self.stats.lost_peers += 1
                 self._apply(self._machine.disconnected(peer, time.monotonic()))
             deadline, now = self._machine.deadline(), time.monotonic()
-            if deadline is None or deadline > now:
-                noticed = None
-            elif noticed is None:  # look once more: what has arrived is in time
-                noticed = now + LOOK_S if now > deadline + ABSENT_S else now
-            elif (dry and now >= noticed) or now >= noticed + PUT_OFF_S:
+            if overdue.passed(deadline, now, dry):
                 self._apply(self._machine.expire(now))
-                deadline, noticed = self._machine.deadline(), None
+                deadline = self._machine.deadline()
 
     def _wait(self, waiter: sockets.Waiter, timeout_ms: int | None) -> set[sockets.Watched]:
         """What may be readable. While some have voted on a step the others' votes are looked for

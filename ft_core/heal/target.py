@@ -48,6 +48,7 @@ from ft_core.heal.transport import (
 )
 from lighthouse.config import split_address
 from lighthouse.errors import ProtocolError
+from lighthouse.sockets import Overdue
 
 DEFAULT_CHUNK_BYTES = 16 << 20  # measured: calls are few enough for a busy interpreter
 MAX_SOURCES = 1024
@@ -159,6 +160,7 @@ class _Fetch:
         self._key = key
         self._into = into
         self._deadline = deadline
+        self._pace_at = 0.0  # when to look at the pace
         self._options = options
         self._chunk_bytes = chunk_bytes
         self._host = host_identity() if same_host else b""
@@ -226,13 +228,15 @@ class _Fetch:
 
     def run(self) -> tuple[Any, HealStats]:
         """Transfer until the tree is complete. Raises HealError."""
+        overdue = Overdue()
         while self._plan is None or not self._plan.finished:
+            self._check_possible()
             now = time.monotonic()
-            self._check_alive(now)
             self._open_streams(now)
-            self._end_late(now)
             self._request(now)
-            ready = dict(self._poller.poll(self._wait_ms(now)))
+            due = self._due(now)
+            wait_s = max(0.0, overdue.look_at(due) - now)
+            ready = dict(self._poller.poll(int(wait_s * 1000) + 1))
             if self._inbox.fileno() in ready:
                 for report in self._inbox.take():
                     self._on_report(report)
@@ -241,6 +245,11 @@ class _Fetch:
                     self._read_monitor(link)
                 if link.socket in ready and not link.failure:
                     self._read(link)
+            now = time.monotonic()
+            if overdue.passed(due, now, dry=not ready):
+                self._check_alive(now)
+                self._end_late(now)
+                self._pace_at = now + PACE_AFTER_S
         tree = self._receiver().finish(allow_objects=self._options.heal_allow_objects)
         return tree, HealStats(
             bytes=self._done_bytes,
@@ -252,26 +261,34 @@ class _Fetch:
             failed_sources={link.name: link.failure for link in self._links if link.failure},
         )
 
-    def _wait_ms(self, now: float) -> int:
+    def _due(self, now: float) -> float:
+        """When to look at what has not come."""
         times = [self._deadline]
         times += [
             link.down_since + _CONNECT_GRACE_S
             for link in self._links
             if not link.up and not link.failure
         ]
-        if self._plan is not None:
-            times.append(now + PACE_AFTER_S)
+        if self._plan is None:
+            self._pace_at = now + PACE_AFTER_S
+        else:
+            times.append(self._pace_at)
             due = self._plan.next_deadline()
             times += [] if due is None else [due]
             times += [link.streams_at for link in self._links if self._wants_stream(link)]
-        return max(0, int((min(times) - now) * 1000) + 1)
+        return min(times)
+
+    def _check_possible(self) -> None:
+        if all(link.failure for link in self._links):
+            raise self._error("no source is left")
+        if self._interrupt is not None and self._interrupt.is_set:
+            raise self._error("it was interrupted")
 
     def _check_alive(self, now: float) -> None:
         for link in self._links:
             if not link.failure and not link.up and now >= link.down_since + _CONNECT_GRACE_S:
                 self._give_up(link, f"no connection for {_CONNECT_GRACE_S:g} s")
-        if all(link.failure for link in self._links):
-            raise self._error("no source is left")
+        self._check_possible()
         if now >= self._deadline:
             raise self._error("the deadline passed")
         rest_s = self._plan.hopeless_s(now, self._deadline) if self._plan is not None else 0.0
@@ -282,8 +299,6 @@ class _Fetch:
             raise self._error(
                 f"too slow, the rest would take {rest_s:.0f} s of {left_s:.0f} s left"
             )
-        if self._interrupt is not None and self._interrupt.is_set:
-            raise self._error("it was interrupted")
 
     def _error(self, what: str) -> HealError:
         missing = ""

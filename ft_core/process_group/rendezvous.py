@@ -39,6 +39,7 @@ from ft_core.errors import ProcessGroupError
 from ft_core.process_group.dialing import Dial, Dialer, give_up_unacknowledged
 from lighthouse.config import MOST_STRANGERS
 from lighthouse.errors import ProtocolError
+from lighthouse.sockets import Overdue
 from lighthouse.wire.codec import MessageCodec
 
 PROTOCOL_VERSION = 2
@@ -283,13 +284,13 @@ class Rendezvous:
 
         Raises `ProcessGroupError` on failure or at `deadline` (`time.monotonic()`).
         """
+        overdue = Overdue()
         while not finished():
             self._check()
             now = time.monotonic()
-            if now >= deadline:
-                raise ProcessGroupError(self._overdue())
-            until = min(deadline, self._test_at, self._silence_at, self._dialer.next_look())
-            for key, mask in self._selector.select(max(0.0, until - now)):
+            due = min(overdue.look_at(deadline), self._test_at, self._silence_at)
+            ready = self._selector.select(max(0.0, min(due, self._dialer.next_look()) - now))
+            for key, mask in ready:
                 if key.fileobj is self._listener.socket:
                     self._accept()
                 elif key.fileobj is self._wake_read:
@@ -299,6 +300,8 @@ class Rendezvous:
                 else:
                     self._on_dialed(*key.data)
             self._look(now)
+            if overdue.passed(deadline, time.monotonic(), dry=not ready) and not finished():
+                raise ProcessGroupError(self._too_late())
         self._check()
 
     def missed(self, timeout_s: float) -> set[int]:
@@ -423,9 +426,8 @@ class Rendezvous:
     def _fail(self, text: str) -> None:
         self.abort(ProcessGroupError(f"configure of quorum {self.quorum_id} failed: {text}"))
 
-    def _overdue(self) -> str:
-        missing = [str(rank) for rank, handle in enumerate(self.handles) if handle is None]
-        if missing:
+    def _too_late(self) -> str:
+        if missing := [str(rank) for rank, one in enumerate(self.handles) if one is None]:
             what = f"rank(s) {', '.join(missing)} of {len(self._peers)} never came"
         else:
             slow = [str(rank) for rank, one in sorted(self._connections.items()) if not one.done]
@@ -438,8 +440,7 @@ class Rendezvous:
         return f"rank {peer} ({self._peers[peer].host}:{self._peers[peer].port})"
 
     def _on_dialed(self, dial: Dial, attempt: socket.socket) -> None:
-        connected = self._dialer.serve(dial, attempt)
-        if connected is None:
+        if (connected := self._dialer.serve(dial, attempt)) is None:
             return
         if dial.test:
             connected.close()
@@ -562,8 +563,7 @@ class Rendezvous:
                     self._admit(connection, connection.hello)
                     if connection.peer is None:
                         return
-                message = take_message(connection.received)
-                if message is None:
+                if (message := take_message(connection.received)) is None:
                     return
                 self._handle_message(connection, message)
         except ProtocolError:

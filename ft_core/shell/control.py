@@ -47,7 +47,7 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import ReplicaStatus, Stage
-from lighthouse.sockets import await_ready
+from lighthouse.sockets import ABSENT_S, READ_S, Overdue, await_ready
 from lighthouse.wire.messages import NO_QUORUM, NO_TERM, Message, Request, Term
 
 log = logging.getLogger("ft_core")
@@ -55,10 +55,6 @@ log = logging.getLogger("ft_core")
 Condition = Callable[[ReplicaStatus], bool]
 FOREVER_S = 3600.0
 GOODBYE_LINGER_S = 1.0
-LATE_S = 0.2
-"""A thread that wakes so much later than it had planned was stopped, or the machine is very busy."""
-READ_S = 0.3
-"""Until it has read what had come by then."""
 SPIN_S = 0.0005
 """How long the loop's thread looks for an answer before it sleeps."""
 
@@ -187,18 +183,23 @@ class Control:
         return status
 
     def wait(self, condition: Condition, deadline: float | None) -> bool:
-        """Wait until `condition` holds or `deadline` (time.monotonic) passes; whether it holds.
+        """Wait until `condition` holds or `deadline` (time.monotonic) passes; whether it holds. What
+        came before, while this process was stopped, counts.
 
         Raises RuntimeError if the control thread has failed.
         """
         with self._lock:
+            overdue, due = Overdue(), None
+            if deadline is not None:
+                due = max(deadline, time.monotonic(), self._reads_until())
             while not condition(self.status):
                 self._raise_crash()
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                now = time.monotonic()
+                if overdue.passed(due, now):
                     return False
                 self._waiting += 1
                 try:
+                    left = None if due is None else max(0.0, overdue.look_at(due) - now)
                     self._changed.wait(left)
                 finally:
                     self._waiting -= 1
@@ -213,10 +214,10 @@ class Control:
         """Wait until the link is up; whether it is."""
         return self.wait(lambda _: self.away_since is None, deadline)
 
-    def reads_until(self) -> float:
+    def _reads_until(self) -> float:
         """Until then (`time.monotonic()`) what came while this process was stopped may be unread. Any thread."""
         now = time.monotonic()
-        return READ_S + (now if now > self._planned + LATE_S else self._resumed_at)
+        return READ_S + (now if now > self._planned + ABSENT_S else self._resumed_at)
 
     def vote(self, vote: CastVote, deadline: float) -> ReplicaStatus:
         """`submit`, then wait for the outcome, with the socket driven by the calling thread.
@@ -265,7 +266,7 @@ class Control:
 
     def _await_outcome(self, deadline: float) -> ReplicaStatus:
         """Drive the socket in the caller's thread until the step is over. Holds `_io`."""
-        began = time.monotonic()
+        began, overdue = time.monotonic(), Overdue()
         while True:
             self._turn()
             status = self.status
@@ -273,9 +274,9 @@ class Control:
                 self._prompt = time.monotonic() - began < 2 * SPIN_S
                 return status
             self._raise_crash()
-            timeout_s = self._timeout(deadline)
-            if time.monotonic() >= deadline:
+            if overdue.passed(deadline, time.monotonic()):
                 return self._stop_waiting()
+            timeout_s = self._timeout(overdue.look_at(deadline))
             spin_s = began + SPIN_S - time.monotonic() if self._prompt else 0.0
             self._sleep(self._drive_epoll, timeout_s, spin_s)
 
@@ -407,7 +408,7 @@ class Control:
                         FOREVER_S if timeout_s is None else timeout_s
                     )
                 self._sleep(self._epoll, timeout_s)
-                if (now := time.monotonic()) > self._planned + LATE_S:
+                if (now := time.monotonic()) > self._planned + ABSENT_S:
                     self._resumed_at = now
             with self._io:
                 self._send_outbox()

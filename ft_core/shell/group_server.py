@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import itertools
 import logging
 import os
@@ -40,7 +41,7 @@ from lighthouse.config import MOST_STRANGERS, Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.own_address import bracketed
-from lighthouse.sockets import ServerLimits, Waiter
+from lighthouse.sockets import READ_S, Overdue, ServerLimits, Waiter
 from lighthouse.wire import codec
 from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Request
 
@@ -130,6 +131,7 @@ class GroupServer:
         self._ranks: dict[Peer, Peer] = {}  # the machine's name of a rank: its connection
         self._job = JobKey()
         self._away_since: float | None = time.monotonic()
+        self._overdue = Overdue()
         self._told_of_silence = True  # until it has answered once: ranks say it at their start
         self._wake_read, self._wake_write = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="ft-group", daemon=True)
@@ -171,7 +173,7 @@ class GroupServer:
         limits = self._timeouts
         told = self._told_of_silence
         patience_s = limits.connect_timeout_s if told else limits.heartbeat_timeout_s
-        until = None if away is None else away + patience_s
+        until = None if away is None else self._overdue.look_at(away + patience_s)
         return self._endpoint.sleep_ms(until)
 
     def _admits(self, identity: str) -> bool:
@@ -217,7 +219,7 @@ class GroupServer:
             self._told_of_silence = True
             name = self.leader.replica_id.partition(":")[0]
             log.warning(silence(name, self._lighthouse, away + limit_s - now))
-        if now >= away + limit_s:
+        if self._overdue.passed(away + limit_s, now):
             self._away_since = None
             reason = f"{BROKEN}no lighthouse at {self._lighthouse} for {limit_s:g} s"
             self._send((peer_of(r) for r in range(self._size)), Refused(self._job, reason))
@@ -335,8 +337,7 @@ class GroupRendezvous:
                 shards = [f"{self._key}/{rank}" for rank in range(self._size)]
                 store.set(shards[self._rank], mine)
             awaited = shards if self._rank == 0 else [*shards, self._key]
-            left_s = max(0.001, deadline - time.monotonic())
-            store.wait(awaited, timedelta(seconds=left_s))
+            store.wait(awaited, _left(deadline))
             each = [store.get(key).decode() for key in shards]
             if self._rank:
                 self.leader = _leaders.decode(store.get(self._key))
@@ -367,7 +368,7 @@ class GroupRendezvous:
             key = f"{self._key}/{name}"
             if self._rank == 0 and not store.check([key]):
                 store.set(key, decide())
-            store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            store.wait([key], _left(deadline))
             return str(store.get(key).decode())
         except DistError as error:
             raise QuorumUnavailable(
@@ -399,6 +400,23 @@ class GroupRendezvous:
         self._store = None
 
 
+def _left(deadline: float) -> timedelta:
+    """How long to wait for keys. Those that are there are read, also by a process that was stopped."""
+    return timedelta(seconds=max(READ_S, deadline - time.monotonic()))
+
+
+def _of_this_machine(store_addr: str, store_port: int) -> int | None:
+    """A listening socket for a store that only processes of this machine are to reach; None: for others,
+    too, or the port is taken. Without it torch listens on all interfaces, and keeps each connection."""
+    try:
+        if not ipaddress.ip_address(store_addr).is_loopback:
+            return None
+        family = socket.AF_INET6 if ":" in store_addr else socket.AF_INET
+        return socket.create_server((store_addr, store_port), family=family, backlog=4096).detach()
+    except (ValueError, OSError):  # a name; or this process has the store already
+        return None
+
+
 def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:
     """The replica group's store. `hosts`: this rank (number 0) runs it, unless the launcher does.
 
@@ -424,6 +442,7 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
                 max(timeout, HOSTED),
                 wait_for_workers=False,
                 multi_tenant=True,
+                master_listen_fd=_of_this_machine(store_addr, store_port),
             )
             store.set_timeout(timeout)
             return store

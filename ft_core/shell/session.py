@@ -211,10 +211,7 @@ class Session:
         def out(status: ReplicaStatus) -> bool:
             return status.stage in (Stage.OUT, Stage.JOINING)
 
-        deadline = self.control.reads_until()
-        if deadline > time.monotonic():
-            self.control.wait(out, deadline)
-        return out(self.control.status)
+        return self.control.wait(out, time.monotonic())
 
     def _on_tick(
         self, status: ReplicaStatus, now: float

@@ -63,6 +63,34 @@ def test_in_place(make_server: MakeServer, same_host: bool) -> None:
     assert same(back, tree)
 
 
+class LeapingClock:
+    """As `time`, for a process that is stopped now and then."""
+
+    def __init__(self) -> None:
+        self.stopped_s = 0.0
+        self.perf_counter = time.perf_counter
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.stopped_s
+
+
+def test_what_has_come_before_the_deadline_is_read(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target was stopped past its deadline, with all bytes of the state in its kernel."""
+    clock = LeapingClock()
+    monkeypatch.setattr("ft_core.heal.target.time", clock)
+
+    def stopped() -> Any:
+        clock.stopped_s += 2 * PATIENCE_S
+        return state(0, seed=1)
+
+    server = make_server()
+    server.publish(KEY, state(0))
+    back, _ = fetch([server.address], KEY, into=stopped, deadline=soon(), same_host=False)
+    assert same(back, state(0))
+
+
 def test_the_own_state_is_whole_until_the_first_byte(make_server: MakeServer) -> None:
     """A source that refuses, or that dies after it has described its state, has torn nothing."""
     asked: list[str] = []

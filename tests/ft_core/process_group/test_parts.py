@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -157,6 +158,23 @@ def test_a_key_reaches_the_other_member(listeners: list[Listener]) -> None:
         rendezvous.close()
         with pytest.raises(ProcessGroupError):
             rendezvous.publish("late", b"")
+
+
+def test_what_has_come_before_the_deadline_is_in_time(listeners: list[Listener]) -> None:
+    """The process was stopped until it had passed: it has everything that it needs, and reads it first."""
+    addresses = [listener.address for listener in listeners]
+    both = [Rendezvous(listeners[rank], 1, rank, addresses, b"h%d" % rank) for rank in (0, 1)]
+    patient = time.monotonic() + PATIENCE_S
+    other = threading.Thread(target=both[0].gather, args=(patient,))
+    other.start()
+    assert select.select([listeners[1].socket], [], [], PATIENCE_S)[0]
+    both[1].gather(time.monotonic() - 10.0)
+    other.join(PATIENCE_S)
+    assert both[0].handles == both[1].handles == [b"h0", b"h1"]
+    both[0].publish("0/0", b"blob")
+    both[0].finish()
+    both[1].pump(lambda: both[1].knows("0/0"), time.monotonic() - 10.0)
+    both[1].finish()
 
 
 class _Tap(dist.Store):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from typing import Any
 
+import pytest
 import torch
 
 from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.waiting import PATIENCE_S
 
 
 def test_all_get_the_control_bytes_of_the_first_member() -> None:
@@ -53,3 +57,33 @@ def test_a_member_that_forgets_its_state_heals_from_the_others() -> None:
             a, b = replicas(*[lambda r=r, i=i: script(r, i) for i, r in enumerate(pair)])
             assert torch.equal(a, b)
             assert float(a.abs().max()) < 1e6
+
+
+def test_a_wait_ends_well_if_what_it_is_for_came_while_the_process_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control thread has yet to read it when the wait's deadline has passed."""
+    stopped_s = [0.0]
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + stopped_s[0]
+
+    with lighthouse() as server:
+        replica = Replica(server, "r")
+        assert replica.step()
+        control = replica.manager._session.control
+        monkeypatch.setattr("ft_core.shell.control.time", Clock)
+        asked: list[Any] = []
+
+        def holds(status: Any) -> bool:
+            asked.append(status)
+            if len(asked) == 1:
+                stopped_s[0] += 2 * PATIENCE_S
+            return len(asked) > 1
+
+        assert control.wait(holds, time.monotonic() + PATIENCE_S)
+        assert not control.wait(lambda status: False, time.monotonic())
+        monkeypatch.undo()
+        replica.close()

@@ -122,6 +122,8 @@ def test_strangers_at_the_door_are_sent_away(monkeypatch: pytest.MonkeyPatch) ->
 
     def server(*args: Any, **kwargs: Any) -> socket.socket:
         made = make(*args, **kwargs)
+        if args[0][1]:  # the store's, which is torch's
+            return made
         strangers.extend(socket.create_connection(made.getsockname()) for _ in range(100))
         strangers[-1].sendall(b"x" * 40)
         return made
@@ -184,3 +186,18 @@ def test_a_store_s_port_is_none_that_the_kernel_gives_to_others() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert len({free_port() for _ in range(20)}) > 10
     assert max(free_port() for _ in range(20)) < low
+
+
+def test_a_store_of_one_machine_is_not_there_for_others() -> None:
+    """torch listens on all interfaces, unless it is given a socket."""
+    port = free_port()
+    store = group_server.group_store("127.0.0.1", port, 60.0, hosts=True)
+    store.set("key", "value")
+    other = group_server.group_store("127.0.0.1", port, 60.0, hosts=True)  # a tenant
+    assert other.get("key") == b"value"
+    where = f":{port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[1].endswith(where) and row[3] == "0A"]
+    assert listening == ["0100007F" + where]
+    rows = [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    assert not [row for row in rows if row[1].endswith(where) and row[3] == "0A"]
