@@ -32,10 +32,9 @@ class Link:
     """
 
     addresses = ("10.213.8.1", "10.213.8.2")
-    namespaces = ("ftlink0", "ftlink1")
-    interfaces = ("ftlink0", "ftlink1")
 
     def __init__(self, mbit_s: float, delay_s: float, loss: float = 0.0) -> None:
+        self.namespaces = self.interfaces = tuple(f"ftl{os.getpid()}x{side}" for side in (0, 1))
         self._byte_s = 8.0 / (mbit_s * 1e6)
         self._delay_s = delay_s
         self._loss, self._rng = loss, random.Random(1)
