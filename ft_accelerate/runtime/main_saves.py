@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,6 @@ from ft_core.launch.trackers import HeldSaves
 
 log = logging.getLogger("ft_accelerate")
 
-POLL_S = 0.05
 LIBRARIES = ("torch", "accelerate", "transformers", "trl", "peft", "datasets", "ft_accelerate")
 _ON_THE_WAY = ("is_main_process", "is_main", "__getattr__", "wrapper")
 
@@ -108,8 +106,7 @@ class Saves:
         it dies, the first process that waits writes what it holds."""
         if not self._any or self._leadership.group_leads:
             return
-        while slot.leader_writes():
-            time.sleep(POLL_S)
+        slot.await_leader()
         if slot.takes_over():
             if not self._asked:  # else something is missing still
                 slot.leads(True)

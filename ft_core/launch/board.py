@@ -21,6 +21,7 @@ import os
 import signal
 import struct
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from typing import Any
 ENV_BOARD = "FT_SUPERVISOR_BOARD"
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGABRT
 """Has a process print the stacks of all of its threads."""
+LEADER_LOOK_S = 0.05
+"""How often a process looks that waits for the leader: only the supervisor is woken."""
 _RANKS_AT, _RANKS = 64, 128
 _ERROR_AT, _ERROR_BYTES = 1280, 768
 _CARDS_AT, _CARD_BYTES = 2048, 2048
@@ -206,9 +209,13 @@ class Slot:
             return False
         return self._at == min((at for at in living if self._get(at + _OVER_AT)), default=-1)
 
-    def leader_writes(self) -> bool:
-        """Whether the process that writes for all lives, as far as is known, and has not come to its end.
-        Never where other machines train, too."""
+    def await_leader(self) -> None:
+        """Wait until the process that writes for all has come to its end, or is dead. Not where other
+        machines train, too."""
+        while self._leader_writes():
+            time.sleep(LEADER_LOOK_S)
+
+    def _leader_writes(self) -> bool:
         if self._memory is None or not self._whole:
             return False
         return any(

@@ -98,6 +98,9 @@ class Batches:
         self._samplers: list[Any] = []
         self._adopted: list[Any] = []
         self._marked: list[Any] = []
+        self._ahead: tuple[tuple[int, int], list[Any]] = (0, 0), []
+        """Streams of unknown length, from which a batch is fetched in advance: (the epoch, the number of the
+        batch after that one), and what the states of the streams are before it."""
         self._warned = False
         self.origin = Origin()
         """Of the epoch in the middle of which this fit was resumed with other batches."""
@@ -114,15 +117,21 @@ class Batches:
             adopt(sampler, _placing)
             self._samplers.append(sampler)
 
-    def adopt_fetcher(self, fetcher: Any) -> None:
-        """Have `at_boundary` called before each of its batches."""
+    def adopt_fetcher(self, trainer: Any) -> None:
+        """Have `at_boundary` called before each batch of this epoch's fetcher."""
+        fetcher = trainer.fit_loop._data_fetcher
         if hasattr(fetcher, "iterator_wrapper"):
             raise ValueError(
                 "ft_ddp does not support training_step(self, dataloader_iter): a step begins where "
                 "Lightning fetches a batch; take (self, batch, batch_idx)"
             )
         if not adopted(fetcher):
-            self.adopt(fetcher, _announcing(self.at_boundary))
+
+            def before_it() -> None:
+                self.at_boundary()
+                self.fetches(trainer)
+
+            self.adopt(fetcher, _announcing(before_it))
 
     def adopt(self, instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
         """Give `instance` a subclass of its own class, until `release`."""
@@ -134,13 +143,26 @@ class Batches:
 
         Only streams have a state. Other loaders are placed by index, or not at all.
         """
-        fit_loop = trainer.fit_loop
         self._marked = []
-        if getattr(fit_loop._data_fetcher, "batches", ()):
-            return  # of unknown length: Lightning has fetched a batch in advance
-        for loader in fit_loop._combined_loader.flattened:
-            owner = self._stateful(loader)
-            self._marked.append(None if owner is None else copy.deepcopy(owner.state_dict()))
+        if not self._is_ahead(trainer):
+            self._marked = self._states_now(trainer)
+        elif self._ahead[0] == (epochs_done(trainer), batches_done(trainer)):
+            self._marked = self._ahead[1]
+
+    def fetches(self, trainer: Any) -> None:
+        """A batch is fetched now, at a boundary."""
+        if self.has_streams and self._is_ahead(trainer):
+            after = epochs_done(trainer), batches_done(trainer) + 1
+            self._ahead = after, self._states_now(trainer)
+
+    @staticmethod
+    def _is_ahead(trainer: Any) -> bool:
+        """Whether Lightning has fetched a batch in advance, to know which is the last one."""
+        return bool(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+    def _states_now(self, trainer: Any) -> list[Any]:
+        owners = [self._stateful(x) for x in trainer.fit_loop._combined_loader.flattened]
+        return [None if o is None else copy.deepcopy(o.state_dict()) for o in owners]
 
     def states(self, trainer: Any | None) -> list[Any]:
         """For each loader, the state that places a peer's loader at the mark; None: it has none.
@@ -175,11 +197,10 @@ class Batches:
                 sampler._ft_chosen = batches_left(loader, origin)[done - origin.batch :]
                 chosen.append(sampler)
             elif sampler is not None:
-                # A shorter loader may have started over within the epoch.
-                sampler._ft_skip = done % len(loader) if len(loader) else 0
+                sampler._ft_skip = _read_of(loader, done, fit_loop._combined_loader._mode)
             elif owner is not None and state is not None:
                 owner.load_state_dict(state)
-            else:
+            elif done:
                 self._warn_unplaceable(loader)
         fetcher = fit_loop._data_fetcher
         iter(fetcher)
@@ -281,6 +302,16 @@ class Batches:
                 "all in this epoch",
                 type(loader).__name__,
             )
+
+
+def _read_of(loader: Any, done: int, mode: str) -> int:
+    """How many batches of one of several loaders were read in an epoch of which `done` batches are.
+
+    `mode`: of Lightning's `CombinedLoader`. A shorter one has ended ("max_size"), or started over.
+    """
+    if mode == "max_size":
+        return min(done, len(loader))
+    return done % len(loader) if len(loader) else 0
 
 
 # ---------------------------------------------------------------------- counters

@@ -5,6 +5,7 @@
 | dies while it writes, or before | the next leader writes it: it has held what it would have written |
 | is stopped meanwhile, and has a successor | that writes it; the file of the stopped one does not get its name |
 | is evicted, and leads again | it writes it then |
+| dies in the last save of a fit, and nothing that all agree on follows | the others wait for it at the end of their fits; the first of them writes |
 
 A process holds a save until it knows that the leader has made it: until the leader has voted for a later
 step, or has met the others at the end of the validation or the epoch. After a Trainer's fit nobody votes, and

@@ -468,7 +468,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def _adopt_fetcher(self) -> None:
         """An epoch begins: adopt its data fetcher before it is used."""
         assert self._batches is not None
-        self._batches.adopt_fetcher(self._trainer.fit_loop._data_fetcher)
+        self._batches.adopt_fetcher(self._trainer)
 
     def _on_quorum(self) -> bool:
         if not super()._on_quorum():
@@ -524,6 +524,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             # Before any user code that follows the fit, so that peers do not wait for it.
             self._shut_down(finished=True)
             self._training_is_over(True)
+            if self._checkpoints.holds:  # no step, and no agreement, has followed its last save
+                board.slot().await_leader()
+                self._see_who_leads()
             if self._leader and self._resumption is not None:
                 self._resumption.finished()
             self._checkpoints.end()

@@ -7,15 +7,20 @@ import csv
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ft_lightning import harness
 from tests.ft_lightning.harness import ASKS, Line, Run
+from tests.harness import workers
 from tests.harness.lighthouses import patient_lighthouse
+from tests.harness.runs import ROOT
+from tests.harness.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -225,3 +230,56 @@ def test_a_fabric_loop_is_killed_healed_and_resumed(tmp_path: Path, lighthouse: 
         more.wait(more.start(0), more.start(1))
     assert more.end(0)["digest"] == more.end(1)["digest"] != ends[0]["digest"]
     assert more.lines(0)[0]["outer_step"] == lines[0][-1]["outer_step"] + 1
+
+
+LAST_SAVE = """
+import os, signal, sys, time
+from pathlib import Path
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+log = Path(sys.argv[1])
+
+class Deadly(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        if not (log / "dies").exists():
+            (log / "dies").touch()
+            while not (log / "over").exists():  # the other one has taken its last step
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+class Model(BoringModel):
+    def on_train_end(self):
+        (log / "over").touch()
+
+Trainer(strategy="ft_local_sgd", accelerator="cpu", devices=2, max_steps=20, limit_val_batches=0,
+        callbacks=[ModelCheckpoint(log, filename="last", every_n_train_steps=20)],
+        plugins=[Deadly()], logger=False, enable_progress_bar=False,
+        enable_model_summary=False).fit(Model())
+"""
+
+
+def test_the_last_save_outlives_its_leader(tmp_path: Path) -> None:
+    """It dies in it, and no outer step follows, since the last one was that of the last batch."""
+    script = tmp_path / "train.py"
+    script.write_text(LAST_SAVE)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "output").open("wb") as output:
+        supervisor = workers.start(
+            "lightning",
+            [str(script), str(tmp_path)],
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code = supervisor.wait(PATIENCE_S)
+        finally:
+            supervisor.end()
+    text = (tmp_path / "output").read_text()
+    assert (tmp_path / "dies").exists(), text
+    assert code == 0, text
+    assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 20

@@ -45,6 +45,19 @@ class Resumable(Stream):
         self.start = state["at"]
 
 
+class OfUnknownLength(Resumable):
+    """Lightning fetches a batch in advance."""
+
+    def __len__(self) -> int:
+        raise TypeError("the length of this stream is not known")
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.at, self.start = self.start, 0
+        for number in range(self.at, len(self.images)):
+            self.at += 1
+            yield self.images[number], self.labels[number]
+
+
 class ResumableLoader:
     """As torchdata's: the loader has the state, and no dataset to ask."""
 
@@ -98,7 +111,7 @@ def until_another_is_there() -> None:
 def stream(place: Place, variant: str) -> Result:
     """One replica's learning rate goes wrong: it heals in mid-epoch, and its data must follow.
 
-    `variant`: "plain", or what has a state: the "dataset" or the "loader".
+    `variant`: "plain", or what has a state: the "dataset" (or one of "unknown length") or the "loader".
     """
 
     class Changing(Net):
@@ -131,7 +144,8 @@ def stream(place: Place, variant: str) -> Result:
     module = Changing(place)
     train: Any = ResumableLoader(place)
     if variant != "loader":
-        train = DataLoader(Stream(place) if variant == "plain" else Resumable(place), BATCH)
+        kinds = {"plain": Stream, "dataset": Resumable, "unknown length": OfUnknownLength}
+        train = DataLoader(kinds[variant](place), BATCH)
     trainer.fit(module, train, DataLoader(data(32, 5), 16))
     logger.removeHandler(handler)
     return {

@@ -52,6 +52,7 @@ OWN = (
     "replicated:one",
     "stream:plain",
     "stream:dataset",
+    "stream:unknown length",
     "stream:loader",
     "endless",
 )
@@ -284,7 +285,7 @@ def test_a_learning_rate_is_found_before_a_fit_of_one_group(runs: Runs) -> None:
     assert both(runs, "around")[0]["found"] == [True, 2 * BATCHES]
 
 
-@pytest.mark.parametrize("kind", ["plain", "dataset", "loader"])
+@pytest.mark.parametrize("kind", ["plain", "dataset", "unknown length", "loader"])
 def test_streams_come_back_at_their_place_if_they_have_a_state(runs: Runs, kind: str) -> None:
     """An iterable dataset (or its loader) with `state_dict`; a plain one starts over, as is said."""
     mine, other = both(runs, f"stream:{kind}")
