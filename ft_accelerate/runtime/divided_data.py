@@ -19,10 +19,13 @@ from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderShard,
     IterableDatasetShard,
+    SeedableRandomSampler,
     SkipBatchSampler,
 )
 from accelerate.state import AcceleratorState, PartialState
+from torch.utils.data import SequentialSampler
 
+from ft_accelerate.runtime.peer_state import generator_of
 from ft_accelerate.runtime.script_position import Iteration, Phase, Place, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks
 from ft_core.replica.status import Participation
@@ -104,6 +107,17 @@ def index_sampler(loader: Any) -> BatchSamplerShard | None:
         if isinstance(sampler, BatchSamplerShard):
             return sampler
     return None
+
+
+def draws_from_torch(loader: Any) -> bool:
+    """Whether its order of samples comes from torch's own generator: a sampler without one, such as
+    `WeightedRandomSampler`, or that of transformers' `group_by_length`. It is the same in all processes
+    only as long as none has come back, since their random numbers are their own then."""
+    shard = index_sampler(loader)
+    if shard is None or is_stateful(loader) or generator_of(loader) is not None:
+        return False
+    sampler = getattr(shard.batch_sampler, "sampler", shard.batch_sampler)
+    return not isinstance(sampler, (SequentialSampler, SeedableRandomSampler))
 
 
 def is_stateful(loader: Any) -> bool:

@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from accelerate.utils import send_to_device
 
-from ft_accelerate.runtime.divided_data import index_sampler, is_stateful, read_as, refuse_uneven
+from ft_accelerate.runtime.divided_data import (
+    draws_from_torch,
+    index_sampler,
+    is_stateful,
+    read_as,
+    refuse_uneven,
+)
 from ft_accelerate.runtime.peer_state import generator_of
 from ft_accelerate.runtime.process import active
 from ft_accelerate.runtime.runtime import Runtime
@@ -58,7 +65,10 @@ class _Pass:
         self._runtime, self._original, self._loader = runtime, original, loader
         if runtime.prepared.training:
             refuse_uneven(loader)
-        self._generator = generator_of(loader)
+        self._draws_from_torch = draws_from_torch(loader)
+        self._generator = (
+            torch.default_generator if self._draws_from_torch else generator_of(loader)
+        )
         state = None if self._generator is None else self._generator.get_state()
         self._resumed = _take_resumed(loader)
         left_out = _done_in(self._resumed) + _skipped(loader)
@@ -109,11 +119,12 @@ class _Pass:
         loader, iteration = self._loader, self._iteration
         self._index = self._runtime.group_ranks.process_index
         read_as(loader, self._index, self._runtime.num_processes)
+        own = torch.get_rng_state() if self._draws_from_torch else None
         state = self._runtime.position.generator_states.pop(iteration.seq, None)
         if self._generator is not None and state is not None:
             self._generator.set_state(state)
             iteration.generator_state = state
-        if self._generator is not None and loader in _later_loaders:
+        if self._generator is not None and (own is not None or loader in _later_loaders):
             _later_loaders.discard(loader)
             if not iteration.yielded:
                 state = self._generator.get_state()
@@ -123,13 +134,14 @@ class _Pass:
         if is_stateful(loader):
             return self._start_stateful()
         skip = iteration.yielded - iteration.left_out
-        if not skip:
-            return self._original(loader)
         sampler = index_sampler(loader)
-        if sampler is None:
+        if skip and sampler is None:
             return _later(self._original(loader), skip)
-        sampler._ft_skip = skip
-        return self._original(loader)
+        if skip and sampler is not None:
+            sampler._ft_skip = skip
+        if own is None or torch.equal(own, iteration.generator_state):
+            return self._original(loader)
+        return _drawn(self._original(loader), own)
 
     def _start_stateful(self) -> Iterator[Any]:
         """Move the loader itself to its position, so that its own state tells that position."""
@@ -177,6 +189,19 @@ class _Pass:
                 batch = send_to_device(batch, loader.device)
             _first_batches[loader] = batch
         return _first_batches[loader]
+
+
+def _drawn(batches: Iterator[Any], own: torch.Tensor) -> Iterator[Any]:
+    """`batches`, whose order is drawn with the first one from others' random numbers: then this process has
+    its own back, so that its dropout is not theirs."""
+    try:
+        first = next(batches)
+    except StopIteration:
+        return
+    finally:
+        torch.set_rng_state(own)
+    yield first
+    yield from batches
 
 
 def _end(loader: Any) -> None:

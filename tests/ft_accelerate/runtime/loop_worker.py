@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from tests.ft_accelerate.installed import is_fault_tolerant, run_script
 from tests.harness.script import Log, digest, fail_once, flip_bit
@@ -45,6 +45,7 @@ OPTIONS: dict[str, Any] = {
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
     "seedable": False,
+    "unseeded": False,  # a sampler without a generator of its own, which draws from torch's
     "prepare_data": True,
     "losses": [],  # of the evaluations: the best is saved, and after two worse ones the loop ends
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
@@ -110,7 +111,10 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
     labels = torch.randint(0, 3, (options["samples"],), generator=generator)
     train = TensorDataset(images, labels)
     test = TensorDataset(images[:50], labels[:50])
-    return DataLoader(train, options["batch_size"], shuffle=True), DataLoader(test, 8)
+    order: Any = RandomSampler(train)
+    if options["unseeded"]:
+        order = SubsetRandomSampler(range(len(train)))
+    return DataLoader(train, options["batch_size"], sampler=order), DataLoader(test, 8)
 
 
 class LoopLog(Log):

@@ -211,7 +211,9 @@ def test_a_hot_spare_takes_over_the_share_of_one_that_is_killed(
 
 
 def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
-    """`min_replicas` 1, `max_steps`, the best model loaded at the end: all end on the same step."""
+    """`min_replicas` 1, `max_steps`, the best model loaded at the end: all end on the same step.
+
+    Their sampler draws from torch's own generator: the epoch that one enters has their order."""
     found, _ = protected(
         TRAINER,
         tmp_path / "ft",
@@ -219,8 +221,8 @@ def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
         "400",
         "--epochs",
         "1000",
-        "--patience",
-        "1000",
+        *BEST,
+        "--grouped",
         kills="0:0:on_step_end:30",
         min_replicas=1,
         hold=tmp_path,

@@ -53,6 +53,13 @@ class Sources(Dataset[Any]):
         return {"input_ids": ids, "labels": labels}
 
 
+def by_length() -> dict[str, Any]:
+    """A sampler that draws from torch's own generator; transformers 5 has another name for it."""
+    if hasattr(TrainingArguments, "train_sampling_strategy"):
+        return {"train_sampling_strategy": "group_by_length"}
+    return {"group_by_length": True}
+
+
 class Kill(TrainerCallback):
     """End this process by SIGKILL at the n-th call of an event in one of its lives."""
 
@@ -175,6 +182,7 @@ def main() -> None:
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--scheduler", default="cosine")
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--grouped", action="store_true")
     parser.add_argument("--save_model", action="store_true")
     options = parser.parse_args()
     out = Path(options.out)
@@ -216,6 +224,7 @@ def main() -> None:
         report_to=os.environ.get("TRAINER_REPORT_TO", "none").split(),
         use_cpu=True,
         dataloader_pin_memory=False,
+        **(by_length() if options.grouped else {}),
         fsdp=options.fsdp or None,
         fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]} if options.fsdp else None,
     )
