@@ -17,7 +17,7 @@ from ft_core.diloco.fragments import (
     Fragment,
     FragmentSpec,
     like,
-    local_part,
+    local_values,
     split,
 )
 from ft_core.diloco.global_state import GlobalState, OuterOptimizer, SeveralOptimizers
@@ -132,7 +132,7 @@ class OuterOptimizerStep(OuterStep):
     def update(self, fragment: Fragment, means: Sequence[Tensor]) -> None:
         """theta(t) = OuterOpt(theta(t-1), Delta(t)) (arXiv 2311.08105, algorithm 1, line 14), then
         theta_m <- alpha theta_m + (1 - alpha) theta (arXiv 2501.18512, algorithm 2)."""
-        drifted = [local_part(p).clone() for p in fragment.parameters] if self._alpha else []
+        drifted = [local_values(p).clone() for p in fragment.parameters] if self._alpha else []
         # The outer optimizer is over the model's parameters: it steps those that have a gradient.
         every = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients: list[Any] = [p.grad for p in every]
@@ -141,7 +141,7 @@ class OuterOptimizerStep(OuterStep):
                 p.grad = None
             self.state.restore(fragment)
             for p, mean in zip(fragment.parameters, means, strict=True):
-                p.grad = like(mean.to(local_part(p).device), p)
+                p.grad = like(mean.to(local_values(p).device), p)
             self.optimizer.step()
         finally:
             for p, gradient in zip(every, gradients, strict=True):
@@ -149,7 +149,7 @@ class OuterOptimizerStep(OuterStep):
         self.state.take(fragment)
         for p, before in zip(fragment.parameters, drifted, strict=bool(drifted)):
             # With alpha 0 the model has the global values already.
-            local_part(p).lerp_(before, self._alpha)
+            local_values(p).lerp_(before, self._alpha)
 
     def forget(self) -> None:
         self._residuals.clear()  # what was lost on the way to a state that this member missed
@@ -157,14 +157,14 @@ class OuterOptimizerStep(OuterStep):
 
 def extract_local_tensor(t: Tensor) -> Tensor:
     """A copy of `t`, without gradient; of a DTensor, a copy of its local part."""
-    return local_part(t).clone()
+    return local_values(t).clone()
 
 
 class ParameterMean(OuterStep):
     """The parameters become the participants' mean. Needs no global parameters of its own."""
 
     def contribution(self, fragment: Fragment, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [local_part(p) for p in fragment.parameters]
+        return [local_values(p) for p in fragment.parameters]
 
     def mean_deltas(self, fragment: Fragment, means: Sequence[Tensor]) -> Sequence[Tensor]:
         assert self.state is not None
@@ -175,7 +175,7 @@ class ParameterMean(OuterStep):
     def update(self, fragment: Fragment, means: Sequence[Tensor]) -> None:
         """x_{t+1} = 1/K sum_k x_t^k, for t + 1 in the synchronization indices (algorithm 1)."""
         for p, mean in zip(fragment.parameters, means, strict=True):
-            local_part(p).copy_(mean)
+            local_values(p).copy_(mean)
         if self.state is not None:
             self.state.take(fragment)
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ft_core.heal.shardings import Sharding, dtensor_type, local_part
+
 DEFAULT_BUCKET_BYTES = 32 << 20
 FragmentSpec = int | Sequence[nn.Module | Sequence[str]] | None
 
@@ -33,31 +35,21 @@ class Fragment:
     @property
     def numel(self) -> int:
         """Elements of the local parts."""
-        return sum(local_part(p).numel() for p in self.parameters)
+        return sum(local_values(p).numel() for p in self.parameters)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """The tensor's memory in this process: a DTensor's local shard (detached), else itself."""
-    from torch.distributed.tensor import DTensor
-
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+def local_values(tensor: Tensor) -> Tensor:
+    """The tensor's memory in this process, detached: of a DTensor its local shard."""
+    return local_part(tensor).detach()
 
 
 def like(local: Tensor, model: Tensor) -> Tensor:
     """`local` as what `model` is: a DTensor of the same mesh and placements, or a plain tensor."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(model, DTensor):
+    kind = dtensor_type()
+    if kind is None or not isinstance(model, kind):
         return local
-    return DTensor.from_local(
-        local,
-        model.device_mesh,
-        model.placements,
-        run_check=False,
-        shape=model.shape,
-        stride=model.stride(),
-    )
+    made: Tensor = Sharding.of(model).make(local, model.shape)
+    return made
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -189,14 +181,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
             if name in owner._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            found[f"{prefix}.{name}" if prefix else name] = local_part(buffer)
+            found[f"{prefix}.{name}" if prefix else name] = local_values(buffer)
     return found
 
 
 def describe(fragments: Sequence[Fragment], model: nn.Module) -> str:
     """What must be equal in all members, in a line: fragments, names, shapes, dtypes."""
     lines = [
-        f"{f.index} {name} {tuple(p.shape)} {tuple(local_part(p).shape)} {p.dtype}"
+        f"{f.index} {name} {tuple(p.shape)} {tuple(local_values(p).shape)} {p.dtype}"
         for f in fragments
         for name, p in zip(f.names, f.parameters, strict=True)
     ]

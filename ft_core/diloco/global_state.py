@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ft_core.diloco.fragments import Fragment, local_part, persistent_buffers
+from ft_core.diloco.fragments import Fragment, local_values, persistent_buffers
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
@@ -90,7 +90,7 @@ class GlobalState:
         pin = pin_memory and device.type == "cpu" and torch.cuda.is_available()
 
         def copy(tensor: Tensor) -> Tensor:
-            source = local_part(tensor)
+            source = local_values(tensor)
             # Contiguous always: it is laid out like that on its way.
             made = torch.empty(source.shape, dtype=source.dtype, device=device, pin_memory=pin)
             made.copy_(source)
@@ -116,13 +116,13 @@ class GlobalState:
     def take(self, fragment: Fragment) -> None:
         """The model's present values of a fragment are the global ones."""
         for name, p in zip(fragment.names, fragment.parameters, strict=True):
-            self._parameters[name].copy_(local_part(p))
+            self._parameters[name].copy_(local_values(p))
 
     @torch.no_grad()
     def restore(self, fragment: Fragment) -> None:
         """Put the global values of a fragment into the model."""
         for name, p in zip(fragment.names, fragment.parameters, strict=True):
-            local_part(p).copy_(self._parameters[name])
+            local_values(p).copy_(self._parameters[name])
 
     @torch.no_grad()
     def restore_all(self) -> None:
@@ -136,7 +136,7 @@ class GlobalState:
         """Global minus local: the pseudo-gradients of a fragment, on the model's devices."""
         found = []
         for name, p in zip(fragment.names, fragment.parameters, strict=True):
-            local = local_part(p)
+            local = local_values(p)
             found.append(self._parameters[name].to(local.device, non_blocking=True) - local)
         return found
 
@@ -144,7 +144,7 @@ class GlobalState:
     def rebase(self, fragment: Fragment, deltas: Sequence[Tensor]) -> None:
         """Let the model be where `deltas` lead from the global values: global minus delta."""
         for name, p, delta in zip(fragment.names, fragment.parameters, deltas, strict=True):
-            local = local_part(p)
+            local = local_values(p)
             local.copy_(self._parameters[name].to(local.device) - delta)
 
     # ------------------------------------------------------------------ buffers
@@ -246,7 +246,7 @@ def _storages(tree: Any) -> set[int]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return local_part(tensor).untyped_storage().data_ptr()
+    return local_values(tensor).untyped_storage().data_ptr()
 
 
 def drop_bad_state(optimizer: Optimizer) -> None:
@@ -257,5 +257,5 @@ def drop_bad_state(optimizer: Optimizer) -> None:
     """
     for parameter, state in list(optimizer.state.items()):
         tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor)]
-        if not all(bool(torch.isfinite(local_part(t)).all()) for t in tensors):
+        if not all(bool(torch.isfinite(local_values(t)).all()) for t in tensors):
             del optimizer.state[parameter]
