@@ -35,7 +35,7 @@ class Saves:
 
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
-        self._held, self._any = HeldSaves(), False
+        self._saves = HeldSaves()
         self._within = False
         self._main = leadership.main
         self._asked = 0
@@ -54,8 +54,7 @@ class Saves:
         if self._within:
             return write()
         if hold and not self._leadership.group_leads:
-            self._held.hold(again or write)
-            self._any = True
+            self._saves.hold(again or write)
         self._within = True
         try:
             return write()
@@ -77,7 +76,7 @@ class Saves:
 
     def committed(self) -> None:
         """An event was committed. All processes of a replica group call it at the same place."""
-        if self._any or self._asked:
+        if self._saves.held or self._asked:
             self._settle()
         self._main = self._leadership.main
 
@@ -91,20 +90,19 @@ class Saves:
                 )
             self._make_up()
         elif self._leadership.main == self._main:
-            self._held.settled()
-            self._any = False
+            self._saves.settled()
 
     def _make_up(self) -> None:
-        self._any, self._within = False, True
+        self._within = True
         try:
-            self._held.make_up()
+            self._saves.make_up()
         finally:
             self._within = False
 
     def outlive(self, slot: Slot) -> None:
         """The training is over, and so is the script: wait until the main process has come to its end; if
         it dies, the first process that waits writes what it holds."""
-        if not self._any or self._leadership.group_leads:
+        if not self._saves.held or self._leadership.group_leads:
             return
         slot.await_leader()
         if slot.takes_over():

@@ -180,36 +180,32 @@ class HeldSaves:
     """What this process saves or removes if the leader has not. The thread that saves."""
 
     def __init__(self) -> None:
-        self._held: list[Callable[[], object]] = []
+        self.held: list[Callable[[], object]] = []
+        """What the leader may not have saved yet."""
         self._older = 0
         """How many of those were held already when `round_ended` was called last."""
         self.makes_up = False
         """Whether it does that now."""
 
-    @property
-    def holds(self) -> bool:
-        """Whether there is something that the leader may not have saved yet."""
-        return bool(self._held)
-
     def hold(self, call: Callable[[], object]) -> None:
         """The leader saves or removes a file now. `call()` does it here, should the leader die in it."""
-        self._held.append(call)
+        self.held.append(call)
 
     def settled(self) -> None:
         """The leader has voted since, or agreed to something, or this process is about to change the state: it
         has saved."""
-        self._held.clear()
+        self.held.clear()
         self._older = 0
 
     def round_ended(self) -> None:
         """An outer step was committed. What was held before the one before it is settled: the leader may have
         contributed to this one before it saved, and a new leader makes up after it."""
-        del self._held[: self._older]
-        self._older = len(self._held)
+        del self.held[: self._older]
+        self._older = len(self.held)
 
     def make_up(self) -> None:
         """This process has become the leader: it does again what the dead one may not have done."""
-        held, self._held, self._older, self.makes_up = self._held, [], 0, True
+        held, self.held, self._older, self.makes_up = self.held, [], 0, True
         try:
             for call in held:
                 call()

@@ -195,7 +195,7 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
     def teardown(self) -> None:
         """Called by Lightning when a run is over: first write what a lost leader has not
         written."""
-        if self._over and self._save_distributed_checkpoint and self._checkpoints.holds:
+        if self._over and self._save_distributed_checkpoint and self._checkpoints.held:
             self._writes_checkpoint()
         super().teardown()
 
