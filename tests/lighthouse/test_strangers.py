@@ -8,7 +8,8 @@ import struct
 import subprocess
 import sys
 import urllib.request
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +166,12 @@ with LighthouseServer(config=LighthouseConfig(timeouts=FAST)) as server:
 """
 
 
-@pytest.fixture
-def apart() -> Any:
-    """Address of a lighthouse in a process of its own, which the test must not end."""
+@contextmanager
+def _running(script: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that runs `script`, and its first line. It ends when its input does."""
     root = Path(__file__).parents[2]
     with subprocess.Popen(
-        [sys.executable, "-c", FLOOD],
+        [sys.executable, "-c", script],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -178,7 +179,14 @@ def apart() -> Any:
         env={**os.environ, "PYTHONPATH": str(root)},
     ) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
+        yield process, process.stdout.readline().strip()
+
+
+@pytest.fixture
+def apart() -> Any:
+    """Address of a lighthouse in a process of its own, which the test must not end."""
+    with _running(FLOOD) as (process, address):
+        yield address
         assert process.poll() is None
         process.communicate()
         assert process.returncode == 0
@@ -492,17 +500,7 @@ with LighthouseServer(config=LighthouseConfig(timeouts=FAST)) as server:
 
 def test_connections_that_say_nothing_make_way(context: zmq.Context[Any]) -> None:
     """More than the process has descriptors for; one line says so."""
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", CROWD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    ) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
+    with _running(CROWD) as (process, first):
         assert first.startswith("(200, 200)"), "the limit was raised to the hard one"
         address = first.split()[-1]
         silent = []

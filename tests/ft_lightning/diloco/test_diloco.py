@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,18 @@ def running(log: Path, lighthouse: str = "", **options: object) -> Iterator[Run]
     worker = Path(__file__).with_name("diloco_worker.py")
     with harness.running(log, lighthouse, worker=worker, **options) as run:
         yield run
+
+
+def die_and_heal(run: Run) -> Any:
+    """Replica 1 dies by itself (`die`), comes back while replica 0 is held at step 33, and both end.
+    Returns its new process."""
+    zero, one = run.start(0), run.start(1)
+    run.until(lambda: one.poll() is not None, "the death of replica 1")
+    run.until_held(0, "step:33")
+    again = run.start_again(1)
+    run.go("step:33")
+    run.wait(zero, again)
+    return again
 
 
 MUST_AGREE = ("digest", "step", "epoch", "batches", "last", "lr", "schedulers", "val_losses")
@@ -63,12 +76,7 @@ def test_killed_and_healed(tmp_path: Path, lighthouse: str) -> None:
         holds=["step:33"],
         die=[1, 13],
     ) as run:
-        zero, one = run.start(0), run.start(1)
-        run.until(lambda: one.poll() is not None, "the death of replica 1")
-        run.until_held(0, "step:33")
-        again = run.start_again(1)
-        run.go("step:33")
-        run.wait(zero, again)
+        again = die_and_heal(run)
     lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
     assert compare(*lines) >= 10
     assert ends[0]["digest"] == ends[1]["digest"]
@@ -199,12 +207,7 @@ def test_a_fabric_loop_is_killed_healed_and_resumed(tmp_path: Path, lighthouse: 
         holds=["step:33"],
         die=[1, 13],
     ) as run:
-        zero, one = run.start(0), run.start(1)
-        run.until(lambda: one.poll() is not None, "the death of replica 1")
-        run.until_held(0, "step:33")
-        again = run.start_again(1)
-        run.go("step:33")
-        run.wait(zero, again)
+        again = die_and_heal(run)
     lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
     by_step = {line["outer_step"]: line for line in lines[0]}
     common = [(by_step[x["outer_step"]], x) for x in lines[1] if x["outer_step"] in by_step]
