@@ -524,7 +524,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             # Before any user code that follows the fit, so that peers do not wait for it.
             self._shut_down(finished=True)
             self._training_is_over(True)
-            if self._checkpoints.holds:  # no step, and no agreement, has followed its last save
+            if self._checkpoints.held:  # no step, and no agreement, has followed its last save
                 board.slot().await_leader()
                 self._see_who_leads()
             if self._leader and self._resumption is not None:
