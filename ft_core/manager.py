@@ -608,7 +608,7 @@ class Manager:
         return self._attempts.standing()
 
     def evicted(self) -> bool:
-        """Whether the lighthouse has said that this group is out of its quorum (see `Session`)."""
+        """Whether its peers may have a quorum without this group, as last heard (see `Session`)."""
         return self._session is not None and self._session.evicted()
 
     def others_finished(self) -> bool:

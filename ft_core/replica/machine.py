@@ -70,7 +70,7 @@ class Replica:
         self._rule = rule or ParticipationRule()
         self._relations: Relations | None = None
         self.replica_id = template.replica_id
-        self.stage, self.attempt = Stage.OUT, Attempt.CLOSED
+        self.stage, self.outside, self.attempt = Stage.OUT, True, Attempt.CLOSED
         self.step, self.lineage = template.step, template.lineage
         self.origin = template.genesis, template.held
         self.view: View | None = None
@@ -246,7 +246,7 @@ class Replica:
         effects += [Abort(self.view.quorum_id, reason)] if self.view else []
         effects += self._leave(f"{leaves}{reason}"[:500])
         self.step, self.lineage = position or (0, f"{TORN}{self.replica_id}")
-        self.stage, self.healed, self._revoked = Stage.OUT, False, True
+        self.stage, self.outside, self.healed, self._revoked = Stage.OUT, True, False, True
         self._vote = self._unanswered = self._fetching = self._fetched = None
         return effects
 
@@ -348,7 +348,7 @@ class Replica:
         """For good. A step that has begun is over, too: its vote will not be answered."""
         if self.stage is Stage.LEFT:
             return []
-        self.stage, self.reason = Stage.REFUSED, message.reason
+        self.stage, self.reason, self.outside = Stage.REFUSED, message.reason, True
         self._resend_at = self._grace_at = None
         if self.attempt in (Attempt.OPEN, Attempt.BOUND):
             self.attempt, self.failure = Attempt.FAILED, message.reason
@@ -442,7 +442,7 @@ class Replica:
         in_group = message.attempt != messages.ONE_RANK
         self._end_doubt(message, heals=in_group and mine.healing)
         effects = self._superseded()
-        self.stage = Stage.MEMBER
+        self.stage, self.outside = Stage.MEMBER, False
         self.view = View.of(message, members, old.members if old is not None else ())
         self._knows = True
         self.reason = message.reason
@@ -530,7 +530,7 @@ class Replica:
         effects: list[Effect] = [Remark(f"expelled: {message.reason}", hangs)]
         if view is not None and self.stage is Stage.MEMBER:
             effects.append(Abort(view.quorum_id, message.reason))
-        self.stage, self._revoked = Stage.OUT, True
+        self.stage, self.outside, self._revoked = Stage.OUT, True, True
         self._resend_at = self._grace_at = self._unanswered = None
         if not in_doubt:
             self._vote = None
@@ -561,6 +561,7 @@ class Replica:
         wants_group = NO_QUORUM if view is None or self._revoked else view.quorum_id
         return ReplicaStatus(
             self.stage,
+            self.outside,
             self.attempt,
             self.step,
             self.lineage,
@@ -641,7 +642,7 @@ class Replica:
     # ------------------------------------------------------------------ pieces
 
     def _join(self, now: float) -> list[Effect]:
-        self.stage, (genesis, held) = Stage.JOINING, self.origin
+        self.stage, self.outside, (genesis, held) = Stage.JOINING, True, self.origin
         join = replace(
             self._template,
             step=self.step,
@@ -735,7 +736,7 @@ class Replica:
     def check(self) -> None:
         """Assert every invariant."""
         if self.stage is Stage.MEMBER:
-            assert self.view is not None
+            assert self.view is not None and not self.outside
             assert any(m.replica_id == self.replica_id for m in self.view.members)
             assert not self.healed or (self.step, self.lineage) == self.view.position
             vote, asked = self._vote, (self.view.quorum_id, self.view.step)

@@ -195,6 +195,8 @@ class ReplicaStatus(NamedTuple):
 
     Attributes:
         stage, attempt: with the lighthouse; in the loop's step.
+        outside: this rank has asked to be let in, or was told that it is out, and no quorum with it has formed
+            since: the others may have one. Not where its quorum has ended and waits for enough members.
         step, lineage: position of this rank's state.
         view: the quorum; None: there was none yet.
         part: this rank's participation in the quorum's step; None where `view` is.
@@ -216,6 +218,7 @@ class ReplicaStatus(NamedTuple):
     """
 
     stage: Stage
+    outside: bool
     attempt: Attempt
     step: int
     lineage: str

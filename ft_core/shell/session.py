@@ -205,13 +205,9 @@ class Session:
                 )
 
     def evicted(self) -> bool:
-        """Whether the lighthouse has said that this rank is out of its quorum. If this process was
-        stopped just now: once its threads have had time to read that. Any thread."""
-
-        def out(status: ReplicaStatus) -> bool:
-            return status.stage in (Stage.OUT, Stage.JOINING)
-
-        return self.control.wait(out, time.monotonic())
+        """Whether this rank is `outside`: its peers may have a quorum without it. If this process was stopped
+        just now: once its threads have had time to read that. Any thread."""
+        return self.control.wait(lambda status: status.outside, time.monotonic())
 
     def _on_tick(
         self, status: ReplicaStatus, now: float

@@ -536,8 +536,8 @@ class StrategyBase(_Base):
         a while, or cut off, has a successor, and must not write into what that writes."""
         manager = self._manager
         if self._group_leads and self._met and manager is not None and not manager.left():
-            part = None if manager.evicted() else manager.in_quorum()
-            if part is None or part.rank != 0:
+            part = manager.in_quorum()  # None: its peers have gone, and there are too few to go on
+            if manager.evicted() or (part is not None and part.rank != 0):
                 self._leader = self._group_leads = False
                 self._show_lead()
         return self.is_global_zero

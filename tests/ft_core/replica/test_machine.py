@@ -159,3 +159,31 @@ def test_nothing_that_is_received_breaks_an_invariant(group_commit: bool) -> Non
             if replica.stage in (Stage.REFUSED, Stage.LEFT):
                 break
     assert outcomes > 300
+
+
+def test_a_rank_is_outside_from_when_it_is_told_so_until_a_quorum_has_it_again() -> None:
+    """Where its own quorum has ended and waits for more members, no other rank can have a quorum."""
+    template = messages.Join(KEY, "a", "a", 0, "root", (b"a",), promised=messages.Term(0, 1))
+    replica = Replica(template, resend_s=1.0, revoke_grace_s=0.5)
+
+    def hears(message: messages.Reply) -> bool:
+        replica.handle(message, 0.0)
+        replica.check()
+        return replica.status.outside
+
+    def quorum(quorum_id: int) -> messages.Quorum:
+        both = (member("a"), member("b"))
+        return messages.Quorum(KEY, quorum_id, 0, "root", 0, (), both, nonce=1)
+
+    replica.handle(events.Begin(), 0.0)
+    assert hears(messages.Waiting(KEY, "for b"))
+    assert not hears(quorum(1))
+    assert not hears(messages.Revoke(KEY, 1, 0, "b has finished"))
+    assert not hears(messages.Decision(KEY, 1, 0, False, waiting=True))
+    assert replica.stage is Stage.WAITING
+    assert not hears(quorum(2))
+    assert hears(messages.Expelled(KEY, 2, "it was silent"))
+    assert hears(messages.Waiting(KEY, "for the step in progress to end"))
+    assert replica.stage is Stage.WAITING
+    assert not hears(quorum(3))
+    assert hears(messages.Refused(KEY, "the training is over"))

@@ -13,6 +13,7 @@ import pytest
 
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import compare, running
+from tests.harness.trackers import in_csv
 
 pytestmark = pytest.mark.process
 
@@ -227,3 +228,17 @@ def test_the_leader_dies_in_a_divided_validation_and_is_let_in_at_an_epochs_end(
     assert healed[0]["batch_idx"] == BATCHES - len(healed) in (0, 1)
     assert compare(*lines) == 2 * BATCHES + len(healed)
     assert run.end(0)["digest"] == run.end(1)["digest"]
+
+
+@pytest.mark.parametrize("min_replicas", [1, 2])
+def test_a_leader_that_is_the_last_to_finish_writes_what_is_its_to_write(
+    tmp_path: Path, lighthouse: str, min_replicas: int
+) -> None:
+    """Its peers have left, and it is in no quorum if more than one must be there: none has one without it."""
+    options = {"logs": True, "strategy_options": {"min_replicas": min_replicas}}
+    with running(tmp_path, lighthouse, holds=["row:1"], **options) as run:
+        groups = [run.start(0), run.start(1)]
+        run.until(lambda: any(tmp_path.glob("*.end")), "the other one to finish")
+        run.go("row:1")
+        run.wait(*groups)
+    assert len(in_csv(tmp_path / "logs", "ended")) == 2

@@ -55,7 +55,7 @@ OPTIONS: dict[str, Any] = {
     "trackers": [],  # modules of trackers; given: a CSV logger before and after theirs, and what a
     # Trainer shows by default
     "holds": [],  # places to wait at, see `script.Log`: "step:<global step>", "end:<epoch>",
-    # "validation:<epoch>", "val batch:<epoch>:<index>"
+    # "row:<epoch>" (the leader, before its other loggers write what an epoch ends with), "validation:<epoch>", "val batch:<epoch>:<index>"
 }
 
 
@@ -73,6 +73,7 @@ class Model(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.files.at(f"end:{self.trainer.current_epoch}")
+        self.log("ended", float(self.trainer.current_epoch))
 
     def on_validation_end(self) -> None:
         """A line for each validation: the batches that were done here, the metric, the truth."""
@@ -268,10 +269,25 @@ class Clock(Callback):
         self.steps.append(trainer.global_step)
 
 
+class Waits(CSVLogger):
+    """Where the test holds the leader at the row that an epoch ends with."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options["log"], "before")
+        self.files = Log(options["log"], process_name(), options["holds"])
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        super().log_metrics(metrics, step)
+        if "ended" in metrics and rank_zero_only.rank == 0:
+            self.files.at(f"row:{int(metrics['ended'])}")
+
+
 def make_loggers(options: dict[str, Any]) -> Any:
     folder = options["log"]
     if options["logs"]:
-        return CSVLogger(folder, "logs", flush_logs_every_n_steps=1)
+        logs = CSVLogger(folder, "logs", flush_logs_every_n_steps=1)
+        waits = any(place.startswith("row:") for place in options["holds"])
+        return [Waits(options), logs] if waits else logs
     if not options["trackers"]:
         return False
     found: list[Any] = [CSVLogger(folder, "first")]
