@@ -6,7 +6,8 @@ which speaks for all of them:
 
 - *Join*: when every rank has asked to join, the group joins with all their addresses. Ranks at
   different positions make a torn state: the group then says so, and heals.
-- *Vote*: all ranks yes is the group's yes. The first no is the group's no, at once; the other
+- *Vote*: all ranks yes is the group's yes, unless they have not made as many updates since the last commit: one of
+  them has left one out, so the group gives up its state. The first no is the group's no, at once; the other
   ranks are told to stop. A group that was healing stays behind unless all its ranks have healed:
   its no waits until that is known.
 - *Reach* (`ReachQuery`): all ranks are asked. What one rank misses, the group misses;
@@ -39,6 +40,7 @@ from lighthouse.wire.messages import (
     MAX_REASON_CHARS,
     NO_QUORUM,
     NO_TERM,
+    NOT_COUNTED,
     PHASE_HEALING,
     TORN,
     Decision,
@@ -332,9 +334,25 @@ class GroupLeader:
         if against:
             self._say_no(against[0] if newest.ok else newest, again)
         elif len(self._votes) == self._size:
+            if self._differ():
+                return
             if any(v.leaving for v in self._votes.values()):
                 self._last_vote = (newest.quorum_id, newest.step)
             self._effects.append(SendUp(_common([self._votes[r] for r in range(self._size)])))
+
+    def _differ(self) -> bool:
+        """Whether the ranks' updates since the last commit differ; the group gives up its state then. The other
+        groups would hear of the fewest, and could have as few."""
+        join = self._last_join
+        counts = {v.updates: r for r, v in self._votes.items() if v.updates != NOT_COUNTED}
+        if join is None or len(counts) < 2:
+            return False
+        (fewest, one), *_, (most, other) = sorted(counts.items())
+        why = f"since the last commit rank {one} has made {fewest} updates, and rank {other} {most}"
+        self._group_leaves(Leave(join.job, join.replica_id, GAVE_UP + why, promised=join.promised))
+        self._start_over()
+        self._send(range(self._size), Expelled(join.job, NO_QUORUM, why, differs=True))
+        return True
 
     def _say_no(self, vote: Vote, again: bool) -> None:
         """The first no is the group's; a rank's repetition is passed on as a repetition. What the other ranks

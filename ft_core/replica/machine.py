@@ -708,7 +708,8 @@ class Replica:
             return [Transmit(self._unanswered)]
         if self._vote is not None and self.stage is Stage.MEMBER:
             return self._send_vote(now)
-        quorum_id = self.view.quorum_id if self.view else NO_QUORUM
+        # A rank of a group that has left its quorum has no vote there that others could wait for.
+        quorum_id = self.view.quorum_id if self.view and not self.outside else NO_QUORUM
         job, own_id = self._template.job, self.replica_id
         return [Transmit(messages.Heartbeat(job, own_id, quorum_id, self.step))]
 

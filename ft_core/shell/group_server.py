@@ -421,7 +421,8 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
     """The replica group's store. `hosts`: this rank (number 0) runs it, unless the launcher does.
 
     Waits up to `timeout_s` for another process' store, as each `get` does for its key. Raises ValueError
-    for a missing address, RuntimeError if the port is another program's, or as the store does.
+    for a missing address, RuntimeError if the port is another program's and that had 20 s to answer, or as
+    the store does.
     """
     if not store_addr or not store_port:
         raise ValueError(
@@ -451,6 +452,8 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
             try:
                 dist.TCPStore(store_addr, store_port, None, False, min(timeout, HOSTED))
             except dist.DistError:
+                if timeout < HOSTED:  # a store may not have had the time to answer
+                    raise
                 raise RuntimeError(
                     f"rank 0 can't run its replica group's store at {store_addr}:{store_port}, and what "
                     f"listens there is no store: start the group again with another MASTER_PORT ({error})"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.errors import GroupLeft
+from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.telemetry import REVOKED, Event
 from lighthouse import LighthouseServer
 from lighthouse.errors import JoinRefused
@@ -100,6 +100,49 @@ def test_an_error_in_one_rank_discards_for_all_and_the_next_step_commits() -> No
             assert [step for step, committed in history if committed] == [0, 1, 2, 3]
         for member in members:
             assert member.weights.tolist() == [-4 * 1.5] * 8  # nothing of the discarded attempt
+
+
+def test_a_store_that_has_had_no_time_to_answer_is_asked_again() -> None:
+    """It is not taken for another program's port."""
+    with lighthouse() as server, rendezvous(1) as stores:
+        first, second = members = ranks(server, "a", stores[0])
+        with pytest.raises(QuorumUnavailable):
+            first.manager.start_quorum(timeout=timedelta(milliseconds=1))
+        assert replicas(first.step, second.step) == [True, True]
+        replicas(*[member.close for member in members])
+
+
+def test_a_rank_that_leaves_out_an_update_costs_its_group_the_state() -> None:
+    """In two of three groups at once: by the fewest updates of each group they would be the majority, and
+    those of the third one's ranks would heal from ranks that differ."""
+    with lighthouse(all_join=True) as server, rendezvous(3) as stores:
+        groups = [
+            ranks(server, name, store, expected_replicas=3, min_replica_size=3)
+            for name, store in zip("abc", stores, strict=True)
+        ]
+
+        def script(member: Replica, *, leaves_out: bool) -> None:
+            while member.manager.current_step() < 6:
+                reduced = member.begin()
+                if member.manager.should_commit():
+                    if leaves_out and member.manager.current_step() == 3:
+                        leaves_out = False
+                    else:
+                        member.weights -= reduced
+                        member.manager.updated()
+
+        replicas(
+            *[
+                lambda m=member, rank=rank, name=name: script(
+                    m, leaves_out=name != "a" and rank == 1
+                )
+                for name, group in zip("abc", groups, strict=True)
+                for rank, member in enumerate(group)
+            ]
+        )
+        held = [member.weights.tolist() for group in groups for member in group]
+        replicas(*[member.close for group in groups for member in group])
+    assert held == [[-6.0] * 8] * 6
 
 
 @pytest.mark.parametrize("which", [[3], [2], [2, 3]])

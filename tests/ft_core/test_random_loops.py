@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -15,8 +16,8 @@ import torch
 
 from ft_core.errors import QuorumUnavailable, StepInDoubt
 from lighthouse.machine.announce import Effect, Send
-from lighthouse.wire.messages import Quorum, Revoke
-from tests.harness.cluster import Replica, lighthouse, replicas
+from lighthouse.wire.messages import TORN, Quorum, Revoke
+from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
 
 HASTY = timedelta(milliseconds=1)
 STEPS, MORE = 24, 4
@@ -24,35 +25,35 @@ STEPS, MORE = 24, 4
 
 Weights = dict[tuple[int, str], list[float]]
 
+HARMLESS = ("abandon", "report", "be_hasty", "begin_twice", "insist")
+"""Mistakes that cost a loop no state, and after which it heals from none that may be wrong: one group makes
+no others, so that the job never loses all of its states."""
+WITH_ITS_STATE = (
+    *("move", "give_up", "fail_to_update", "leave_out_an_update"),
+    *("load_badly", "spoil"),
+)
+WITH_ITS_PROCESS = ("restart", "leave")
+"""Of a group of one rank: the others of a larger one would have to be started again with it."""
+
 
 class Loop:
-    """The training loop of one replica group. It makes a mistake in every other step or so; `careful`:
-    none that costs it its state, or after which it heals from one that may be wrong, so that the job never
-    loses all of its states. `options`: the manager's."""
+    """The training loop of one rank. It makes one of `mistakes` in every other step or so. `options`: the
+    manager's."""
 
     def __init__(
-        self, server: Any, name: str, seed: str, *, careful: bool, seen: Weights, **options: Any
+        self,
+        server: Any,
+        name: str,
+        seed: str,
+        *,
+        mistakes: Sequence[str],
+        seen: Weights,
+        **options: Any,
     ) -> None:
         self._server, self._name, self._options = server, name, options
         self._rng, self._seen = random.Random(seed), seen
-        self._mistakes = [
-            self.abandon,
-            self.report,
-            self.be_hasty,
-            self.begin_twice,
-            self.insist,
-        ]
-        if not careful:
-            self._mistakes += [
-                self.move,
-                self.give_up,
-                self.fail_to_update,
-                self.leave_out_an_update,
-                self.load_badly,
-                self.restart,
-                self.spoil,
-                self.leave,
-            ]
+        self._starts = random.Random(name)  # the ranks of a group begin alike
+        self._mistakes = [getattr(self, mistake) for mistake in mistakes]
         self._loads_badly = False
         self.made: Counter[str] = Counter()
         self.replica = self._start()
@@ -92,12 +93,14 @@ class Loop:
     def note(self) -> None:
         """The weights of a version, which are the same in all members that ever hold it."""
         state = self.replica.manager.state_dict()
+        if state["lineage"].startswith(TORN):
+            return  # another rank of this group has just lost its own
         version, held = (state["step"], state["lineage"]), self.replica.weights.tolist()
         assert self._seen.setdefault(version, held) == held, f"{self._name} differs at {version}"
 
     def _start(self) -> Replica:
         options = {"min_replica_size": 3, "expected_replicas": 3, **self._options}
-        replica = Replica(self._server, self._name, self._rng.random(), **options)
+        replica = Replica(self._server, self._name, self._starts.random(), **options)
 
         def load(state: Any) -> None:
             replica.weights[:4] = state["weights"][:4]
@@ -269,7 +272,7 @@ def test_equal_versions_are_equal_weights(seed: int, reliable: bool) -> None:
                 server,
                 f"r{i}",
                 f"{seed} {i}",
-                careful=i == 0,
+                mistakes=HARMLESS if i == 0 else HARMLESS + WITH_ITS_STATE + WITH_ITS_PROCESS,
                 seen=seen,
                 use_async_quorum=seed % 2 == 1,
             )
@@ -280,3 +283,30 @@ def test_equal_versions_are_equal_weights(seed: int, reliable: bool) -> None:
     assert held[0] == held[1] == held[2]
     assert len(sum((loop.made for loop in loops), Counter())) >= 10
     assert reliable or all(unreliable.made[kind] >= 2 for kind in Unreliable.KINDS), unreliable.made
+
+
+@pytest.mark.parametrize("seed", range(1))
+def test_so_are_those_of_both_ranks_of_each_group(seed: int) -> None:
+    """Each rank makes mistakes of its own: what it loses, its group loses."""
+    seen: Weights = {}
+    with lighthouse(all_join=True) as server, rendezvous(3) as stores:
+        loops = [
+            Loop(
+                server,
+                f"r{group}",
+                f"{seed} {group} {rank}",
+                mistakes=HARMLESS if group == 0 else HARMLESS + WITH_ITS_STATE,
+                seen=seen,
+                rank=rank,
+                world_size=2,
+                store_addr="127.0.0.1",
+                store_port=store.port,
+                ranks_hold="copies",
+            )
+            for group, store in enumerate(stores)
+            for rank in (0, 1)
+        ]
+        replicas(*[loop.run for loop in loops])
+        held = [loop.replica.weights.tolist() for loop in loops]
+    assert held[1:] == held[:-1]
+    assert len(sum((loop.made for loop in loops), Counter())) >= 8

@@ -132,8 +132,31 @@ def test_what_a_group_says_of_its_state_covers_its_ranks_in_their_order() -> Non
 
 
 def test_a_group_has_updated_its_state_as_often_as_each_of_its_ranks() -> None:
-    assert vote_of_states((1, b""), (0, b"")).updates == 0
+    assert vote_of_states((2, b""), (2, b"")).updates == 2
     assert vote_of_states((1, b""), (NOT_COUNTED, b"")).updates == NOT_COUNTED
+
+
+def test_a_group_whose_ranks_have_not_made_as_many_updates_gives_up_its_state() -> None:
+    """Another group may have as few at the same step, and no group would see that."""
+    group = Group().in_quorum()
+    for rank, updates in enumerate((1, 0)):
+        group.says(rank, Vote(JOB, GROUP, 1, 3, "a", True, updates=updates))
+    (leave,) = group.up
+    assert isinstance(leave, Leave)
+    assert leave.reason.startswith(GAVE_UP)
+    assert leave.reason.endswith("rank 1 has made 0 updates, and rank 0 1")
+    for rank in range(2):
+        (expelled,) = group.down[rank]
+        assert isinstance(expelled, Expelled)
+        assert expelled.differs
+        group.says(rank, Leave(JOB, GROUP, f"{GAVE_UP}{expelled.reason}"))
+    assert group.up == [leave]
+    for rank in range(2):
+        group.join(rank, 0, f"{TORN}{GROUP}")
+    join = group.up[-1]
+    assert isinstance(join, Join)
+    assert join.lineage.startswith(TORN)
+    assert join.left == leave.left
 
 
 def test_the_first_no_is_the_groups_and_stops_the_others() -> None:

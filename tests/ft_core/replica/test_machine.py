@@ -185,5 +185,9 @@ def test_a_rank_is_outside_from_when_it_is_told_so_until_a_quorum_has_it_again()
     assert hears(messages.Expelled(KEY, 2, "it was silent"))
     assert hears(messages.Waiting(KEY, "for the step in progress to end"))
     assert replica.stage is Stage.WAITING
+    (beat,) = replica.expire(2.0)
+    assert isinstance(beat, events.Transmit)
+    assert isinstance(beat.message, messages.Heartbeat)
+    assert beat.message.quorum_id == messages.NO_QUORUM, "it does not vote in the one that it left"
     assert not hears(quorum(3))
     assert hears(messages.Refused(KEY, "the training is over"))
