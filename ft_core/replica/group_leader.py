@@ -333,9 +333,7 @@ class GroupLeader:
         against = [v for v in self._votes.values() if not v.ok]
         if against:
             self._say_no(against[0] if newest.ok else newest, again)
-        elif len(self._votes) == self._size:
-            if self._differ():
-                return
+        elif len(self._votes) == self._size and not self._differ():
             if any(v.leaving for v in self._votes.values()):
                 self._last_vote = (newest.quorum_id, newest.step)
             self._effects.append(SendUp(_common([self._votes[r] for r in range(self._size)])))
