@@ -266,7 +266,7 @@ class Control:
 
     def _await_outcome(self, deadline: float) -> ReplicaStatus:
         """Drive the socket in the caller's thread until the step is over. Holds `_io`."""
-        began, overdue = time.monotonic(), Overdue()
+        began, overdue = time.monotonic(), None
         while True:
             self._turn()
             status = self.status
@@ -274,9 +274,13 @@ class Control:
                 self._prompt = time.monotonic() - began < 2 * SPIN_S
                 return status
             self._raise_crash()
-            if overdue.passed(deadline, time.monotonic()):
-                return self._stop_waiting()
-            timeout_s = self._timeout(overdue.look_at(deadline))
+            look_at = deadline
+            if (now := time.monotonic()) >= deadline:
+                overdue = overdue or Overdue()
+                if overdue.passed(deadline, now):
+                    return self._stop_waiting()
+                look_at = overdue.look_at(deadline)
+            timeout_s = self._timeout(look_at)
             spin_s = began + SPIN_S - time.monotonic() if self._prompt else 0.0
             self._sleep(self._drive_epoll, timeout_s, spin_s)
 
