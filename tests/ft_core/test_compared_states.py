@@ -18,7 +18,7 @@ from ft_core.ddp import DistributedDataParallel
 from ft_core.optimizer import Optimizer
 from lighthouse.errors import JoinRefused
 from tests.harness import cluster
-from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
+from tests.harness.cluster import Replica, lighthouse, one_of_two, rendezvous, replicas
 from tests.harness.waiting import PATIENCE_S
 
 WITHIN = 4
@@ -330,11 +330,7 @@ class Shard(Replica):
             server,
             name,
             float(rank) if hold == "shards" else 0.0,
-            rank=rank,
-            world_size=2,
-            store_addr="127.0.0.1",
-            store_port=store.port,
-            ranks_hold=hold,
+            **one_of_two(rank, store, hold=hold),
             expected_replicas=3,
             compare_steps=WITHIN,
             init_sync=False,

@@ -16,7 +16,7 @@ from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.telemetry import REVOKED, Event
 from lighthouse import LighthouseServer
 from lighthouse.errors import JoinRefused
-from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
+from tests.harness.cluster import Replica, lighthouse, one_of_two, rendezvous, replicas
 
 
 def ranks(server: LighthouseServer, name: str, store: Any, **kw: Any) -> list[Replica]:
@@ -25,11 +25,7 @@ def ranks(server: LighthouseServer, name: str, store: Any, **kw: Any) -> list[Re
         Replica(
             server,
             name,
-            rank=rank,
-            world_size=2,
-            store_addr="127.0.0.1",
-            store_port=store.port,
-            ranks_hold="copies",
+            **one_of_two(rank, store),
             **kw,
         )
         for rank in (0, 1)

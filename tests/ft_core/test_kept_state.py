@@ -28,6 +28,7 @@ from tests.harness.cluster import (
     as_child,
     board_of,
     lighthouse,
+    one_of_two,
     rendezvous,
     replicas,
 )
@@ -295,12 +296,8 @@ def test_a_group_of_several_ranks_goes_on_as_one(board: Board) -> None:
                 server,
                 "a",
                 value=value,
-                rank=rank,
-                world_size=2,
-                store_addr="127.0.0.1",
-                store_port=store.port,
-                ranks_hold="copies",
                 expected_replicas=1,
+                **one_of_two(rank, store),
             )
             for rank in (0, 1)
         ]
@@ -356,11 +353,8 @@ def test_each_rank_of_a_group_goes_on_from_its_own_shards(board: Board, tmp_path
                 server,
                 "a",
                 value=value + 100 * rank,
-                rank=rank,
-                world_size=2,
                 expected_replicas=1,
-                store_addr="127.0.0.1",
-                store_port=store.port,
+                **one_of_two(rank, store, hold="shards"),
             )
             for rank in (0, 1)
         ]

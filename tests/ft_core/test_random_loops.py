@@ -17,7 +17,7 @@ import torch
 from ft_core.errors import QuorumUnavailable, StepInDoubt
 from lighthouse.machine.announce import Effect, Send
 from lighthouse.wire.messages import TORN, Quorum, Revoke
-from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
+from tests.harness.cluster import Replica, lighthouse, one_of_two, rendezvous, replicas
 
 HASTY = timedelta(milliseconds=1)
 STEPS, MORE = 24, 4
@@ -285,8 +285,7 @@ def test_equal_versions_are_equal_weights(seed: int, reliable: bool) -> None:
     assert reliable or all(unreliable.made[kind] >= 2 for kind in Unreliable.KINDS), unreliable.made
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_so_are_those_of_both_ranks_of_each_group(seed: int) -> None:
+def test_so_are_those_of_both_ranks_of_each_group() -> None:
     """Each rank makes mistakes of its own: what it loses, its group loses."""
     seen: Weights = {}
     with lighthouse(all_join=True) as server, rendezvous(3) as stores:
@@ -294,14 +293,10 @@ def test_so_are_those_of_both_ranks_of_each_group(seed: int) -> None:
             Loop(
                 server,
                 f"r{group}",
-                f"{seed} {group} {rank}",
+                f"0 {group} {rank}",
                 mistakes=HARMLESS if group == 0 else HARMLESS + WITH_ITS_STATE,
                 seen=seen,
-                rank=rank,
-                world_size=2,
-                store_addr="127.0.0.1",
-                store_port=store.port,
-                ranks_hold="copies",
+                **one_of_two(rank, store),
             )
             for group, store in enumerate(stores)
             for rank in (0, 1)

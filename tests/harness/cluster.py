@@ -102,6 +102,12 @@ def rendezvous(groups: int) -> Iterator[list[Any]]:
     ]
 
 
+def one_of_two(rank: int, store: Any, *, hold: str = "copies") -> dict[str, Any]:
+    """The manager's options of a rank of a group of two, which meet at `store` (`rendezvous`)."""
+    place = {"store_addr": "127.0.0.1", "store_port": store.port}
+    return {"rank": rank, "world_size": 2, "ranks_hold": hold, **place}
+
+
 def manager(address: str, name: str, pg: ProcessGroup | None = None, **options: Any) -> Manager:
     """A manager of a replica group of one rank, which is a thread; by default with Gloo. `options`: the
     Manager's."""

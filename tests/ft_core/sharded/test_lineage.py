@@ -11,7 +11,7 @@ import pytest
 
 from ft_core.errors import QuorumUnavailable
 from ft_core.telemetry import HEAL_DONE, Event
-from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
+from tests.harness.cluster import Replica, lighthouse, one_of_two, rendezvous, replicas
 
 
 @pytest.mark.parametrize("second", [0.0, 5.0])
@@ -29,12 +29,8 @@ def test_groups_of_unlike_shards_begin_as_one_state(second: float) -> None:
                 server,
                 name,
                 value=first + rank,
-                rank=rank,
-                world_size=2,
                 expected_replicas=2,
-                store_addr="127.0.0.1",
-                store_port=store.port,
-                ranks_hold="shards",
+                **one_of_two(rank, store, hold="shards"),
             )
             for name, first, store in zip("ab", (0.0, second), stores, strict=True)
             for rank in (0, 1)

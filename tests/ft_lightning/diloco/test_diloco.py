@@ -7,7 +7,6 @@ import csv
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.ft_lightning.harness import ASKS, Line, Run
 from tests.harness import workers
 from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.runs import ROOT
-from tests.harness.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -270,19 +268,8 @@ def test_the_last_save_outlives_its_leader(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LAST_SAVE)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with (tmp_path / "output").open("wb") as output:
-        supervisor = workers.start(
-            "lightning",
-            [str(script), str(tmp_path)],
-            env=env,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            code = supervisor.wait(PATIENCE_S)
-        finally:
-            supervisor.end()
-    text = (tmp_path / "output").read_text()
+    done = workers.run("lightning", [str(script), str(tmp_path)], env=env)
+    text = done.stdout + done.stderr
     assert (tmp_path / "dies").exists(), text
-    assert code == 0, text
+    assert done.returncode == 0, text
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 20
