@@ -129,8 +129,6 @@ class ParameterServer(ABC):
 
     def _begin(self, client: bytes) -> dict[str, str] | None:
         """The answer to a client; None: the server is closed, or waits for as many as it may."""
-        if not self._meeting.acquire(blocking=False):
-            return None
         pg, session_id = self.new_process_group(), str(uuid.uuid4())
         own = pg.address()
         thread = threading.Thread(
@@ -140,12 +138,13 @@ class ParameterServer(ABC):
             daemon=True,
         )
         with self._lock:
-            if self._closed:
-                self._meeting.release()
-                pg.shutdown()
-                return None
-            self._sessions[pg] = thread
-            thread.start()
+            begins = not self._closed and self._meeting.acquire(blocking=False)
+            if begins:
+                self._sessions[pg] = thread
+                thread.start()
+        if not begins:
+            pg.shutdown()
+            return None
         return {"session_id": session_id, "address": own.hex()}
 
     def _serve(self, session_id: str, pg: ProcessGroup, addresses: list[bytes]) -> None:

@@ -19,6 +19,7 @@ from ft_core.errors import ProcessGroupError
 from ft_core.launch.rank_group import free_port
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
 from ft_core.process_group.parameter_server import ParameterServer
+from lighthouse.config import MOST_STRANGERS
 from tests.harness.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,6 +116,26 @@ def test_closing_ends_the_sessions(server: Sums) -> None:
     assert not any(thread.is_alive() for thread in before)
     with pytest.raises(ProcessGroupError):
         pg.broadcast_one(torch.zeros(2), root=0).wait()
+    pg.shutdown()
+
+
+def test_groups_that_cant_be_made_take_no_places(
+    server: Sums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> ProcessGroup:
+        raise OSError("no interface is up")
+
+    where = server.address().removeprefix("http://").partition("/")[0]
+    with monkeypatch.context() as broken:
+        broken.setattr(server, "new_process_group", none)
+        for _ in range(MOST_STRANGERS + 1):
+            connection = http.client.HTTPConnection(where, timeout=PATIENCE_S)
+            connection.request("POST", "/new_session", b"x")
+            with pytest.raises(http.client.RemoteDisconnected):
+                connection.getresponse()
+            connection.close()
+    pg = Sums.new_session(server.address())
+    assert add(pg, 1.0) == [1.0] * 2
     pg.shutdown()
 
 
