@@ -26,7 +26,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -57,6 +57,31 @@ _asked: list[bool] = [False]
 
 CallEvent = Callable[..., Any]
 """transformers' own `CallbackHandler.call_event`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of `CallbackHandler.call_event`, with its arguments."""
+
+    original: CallEvent
+    handler: Any
+    event: str
+    args: Any
+    state: Any
+    control: Any
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """Call it; returns the control."""
+        return self.original(
+            self.handler, self.event, self.args, self.state, self.control, **self.kwargs
+        )
+
+    def to(self, *callbacks: Any) -> _Call:
+        """The same call, which these callbacks alone hear."""
+        handler = copy.copy(self.handler)
+        handler.callbacks = list(callbacks)
+        return replace(self, handler=handler)
 
 
 @dataclass(slots=True)
@@ -102,36 +127,25 @@ class OwedHooks:
         **kwargs: Any,
     ) -> Any:
         """`call_event` in any process."""
+        call = _Call(original, handler, event, args, state, control, kwargs)
         if runtime.leader:
-            self._pay(runtime, original, handler, event, args, state, control)
+            self._pay(runtime, call)
         elif event in END_OF:
-            return self._note(runtime, original, handler, event, args, state, control, **kwargs)
+            return self._note(runtime, call)
         if self._owed:
             self._owed = [owed for owed in self._owed if END_OF[owed.event] != event]
         if not self._late:
-            return original(handler, event, args, state, control, **kwargs)
-        late = self._call_later(runtime, original, handler, event, args, state, control, **kwargs)
-        others = [each for each in handler.callbacks if not _is_in(late, each)]
-        with _only(handler, *others):
-            return original(handler, event, args, state, control, **kwargs)
+            return call.run()
+        late = self._call_later(runtime, call)
+        return call.to(*(each for each in handler.callbacks if not _is_in(late, each))).run()
 
-    def _note(
-        self,
-        runtime: Runtime,
-        original: CallEvent,
-        handler: Any,
-        event: str,
-        args: Any,
-        state: Any,
-        control: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _note(self, runtime: Runtime, call: _Call) -> Any:
         """Call each callback's hook, and see which of them ask."""
-        self._owed = [owed for owed in self._owed if owed.event != event]
-        for callback in list(handler.callbacks):
+        self._owed = [owed for owed in self._owed if owed.event != call.event]
+        for callback in list(call.handler.callbacks):
             before, denied = dict(_attributes(callback)), runtime.leadership.denied
-            with _watched(state), _only(handler, callback):
-                control = original(handler, event, args, state, control, **kwargs)
+            with _watched(call.state):
+                call = replace(call, control=call.to(callback).run())
                 asked = _asked[0]
             if asked or runtime.leadership.denied != denied:
                 after = _attributes(callback)
@@ -140,32 +154,22 @@ class OwedHooks:
                     for name, value in after.items()
                     if before.get(name, _MISSING) is not value
                 }
-                self._owed.append(_Owed(event, callback, changed))
+                self._owed.append(_Owed(call.event, callback, changed))
                 trackers.prepare([_tracker_of(callback)])
-        return control
+        return call.control
 
-    def _pay(
-        self,
-        runtime: Runtime,
-        original: CallEvent,
-        handler: Any,
-        event: str,
-        args: Any,
-        state: Any,
-        control: Any,
-    ) -> None:
+    def _pay(self, runtime: Runtime, call: _Call) -> None:
         """This is the main process now: what sets up runs, in the order in which it was called."""
         owed, self._owed = self._owed, []
         # The row of an event that is under way is in the history already.
-        rows = list(state.log_history[: -1 if event == "on_log" else None])
+        rows = list(call.state.log_history[: -1 if call.event == "on_log" else None])
         beside: list[Callable[[], None]] = []
         for each in owed:
-            if not _is_in(handler.callbacks, each.callback):
+            if not _is_in(call.handler.callbacks, each.callback):
                 continue
             each.put_back()
-            alone, then = copy.copy(handler), copy.copy(state)
-            alone.callbacks = [each.callback]
-            sets_up = partial(self._set_up, original, alone, each, args, then, control, rows)
+            then = replace(call, event=each.event, state=copy.copy(call.state), kwargs={})
+            sets_up = partial(self._set_up, then.to(each.callback), each.callback, rows)
             if not _is_tracker(each.callback):
                 sets_up()
             else:
@@ -176,27 +180,18 @@ class OwedHooks:
             if self._opening is not None:
                 self._opening.wait()
             self._opening = runtime.leadership.open(partial(_each, beside), _unexpected)
-        self._drop_failed(handler)
+        self._drop_failed(call.handler)
 
-    def _set_up(
-        self,
-        original: CallEvent,
-        alone: Any,
-        owed: _Owed,
-        args: Any,
-        state: Any,
-        control: Any,
-        rows: list[Any],
-    ) -> None:
-        """Run one hook that is owed; `alone`: a handler of its callback only. Perhaps in a thread."""
+    def _set_up(self, call: _Call, callback: Any, rows: list[Any]) -> None:
+        """Run one hook that is owed; `call`: to its callback alone. Perhaps in a thread."""
 
         def run() -> None:
-            original(alone, owed.event, args, state, control)
-            known = _stored_by(owed.callback) if owed.event == "on_train_begin" else None
+            call.run()
+            known = _stored_by(callback) if call.event == "on_train_begin" else None
             if known is not None:
-                _write_again(original, alone, args, state, control, rows, known)
+                _write_again(call, rows, known)
 
-        self._try(owed.callback, owed.event, run)
+        self._try(callback, call.event, run)
 
     def _try(self, callback: Any, event: str, run: Callable[[], object]) -> None:
         """Leave the callback out from here on if `run` raises."""
@@ -220,51 +215,37 @@ class OwedHooks:
             kept = [each for each in handler.callbacks if not _is_in(self._failed, each)]
             handler.callbacks[:] = kept
 
-    def _call_later(
-        self,
-        runtime: Runtime,
-        original: CallEvent,
-        handler: Any,
-        event: str,
-        args: Any,
-        state: Any,
-        control: Any,
-        **kwargs: Any,
-    ) -> list[Any]:
+    def _call_later(self, runtime: Runtime, call: _Call) -> list[Any]:
         """Have the callbacks that are being set up hear of this event in their turn; returns them."""
         assert self._opening is not None
-        late, then, now = self._late, copy.copy(state), copy.copy(control)
-        told = {n: dict(v) if isinstance(v, dict) else v for n, v in kwargs.items()}
+        late = self._late
+        told = replace(
+            call,
+            state=copy.copy(call.state),
+            control=copy.copy(call.control),
+            kwargs={n: dict(v) if isinstance(v, dict) else v for n, v in call.kwargs.items()},
+        )
 
         def run() -> None:
             for callback in late:
-                alone = copy.copy(handler)
-                alone.callbacks = [callback]
-                self._try(callback, event, partial(original, alone, event, args, then, now, **told))
+                self._try(callback, told.event, told.to(callback).run)
 
-        if event == "on_train_end":
+        if call.event == "on_train_end":
             self._opening.wait()
         if self._opening.call(run):
             return late
         self._late = []
-        self._drop_failed(handler)
+        self._drop_failed(call.handler)
         go_on_here(runtime)
         return []
 
 
-def _write_again(
-    original: CallEvent,
-    handler: Any,
-    args: Any,
-    state: Any,
-    control: Any,
-    rows: list[Any],
-    known: dict[str, int],
-) -> None:
-    """Log what the main processes before had not written when they died.
+def _write_again(call: _Call, rows: list[Any], known: dict[str, int]) -> None:
+    """Log what the main processes before had not written when they died, to the callback of `call`.
 
     `rows`: of Trainer's history, which heals. `known`: last step of each name that is stored.
     """
+    state = call.state
     now = state.global_step, state.epoch
     try:
         for logged in rows[-KEPT_ROWS:]:
@@ -272,7 +253,7 @@ def _write_again(
             missing = {n: v for n, v in logged.items() if n != "step" and step > known.get(n, -1)}
             state.global_step, state.epoch = step, logged.get("epoch")
             if missing:
-                original(handler, "on_log", args, state, control, logs=missing)
+                replace(call, event="on_log", kwargs={"logs": missing}).run()
     finally:
         state.global_step, state.epoch = now
 
@@ -344,17 +325,6 @@ def _each(functions: Sequence[Callable[[], None]]) -> None:
 
 def _unexpected(error: Exception) -> None:
     log.error("trackers could not be opened", exc_info=error)
-
-
-@contextmanager
-def _only(handler: Any, *callbacks: Any) -> Iterator[None]:
-    """The handler calls these callbacks alone."""
-    all_of_them = handler.callbacks
-    handler.callbacks = list(callbacks)
-    try:
-        yield
-    finally:
-        handler.callbacks = all_of_them
 
 
 @contextmanager
