@@ -146,7 +146,7 @@ class JobOptions:
         if (self.commit, self.async_quorum, self.world_size_mode) != served:
             raise ValueError(
                 'spares needs commit="quorum", a synchronous quorum (use_async_quorum=False) and '
-                "WorldSizeMode.DYNAMIC: who holds which share of the data follows from each commit"
+                "WorldSizeMode.DYNAMIC: which group holds which share of the data follows from each commit"
             )
 
     @classmethod

@@ -365,7 +365,7 @@ class _Fetch:
         )
         link.socket.send(wire.requests.encode(opening), zmq.NOBLOCK)
 
-    # ------------------------------------------------------------ what is asked of whom
+    # ------------------------------------------------------------ what is asked of which source
 
     def _wants_stream(self, link: _Link) -> bool:
         # One at first: a slow source must not hold most of the state.

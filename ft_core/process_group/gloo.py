@@ -136,7 +136,7 @@ class GlooCommunicator(Communicator):
     def handle(self) -> bytes:
         with self._lock:
             if self._sockets is not None:
-                self._sockets.open_door()  # whoever has the handle may connect
+                self._sockets.open_door()  # a peer that has the handle may connect
         return self._handle
 
     def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:

@@ -512,7 +512,7 @@ _MOST_DUMPS = 20
 class AbortDump:
     """What a process group leaves in `folder` (FT_ABORT_DUMPS) of collectives that it aborts.
 
-    For whoever looks for the rank that did not call one. For each quorum that ends with collectives in
+    To find the rank that did not call one. For each quorum that ends with collectives in
     flight, `abort-HOST-PID-qID.txt`: why, and the stack of each thread of this process at that moment. Where
     torch's flight recorder is on (TORCH_FR_BUFFER_SIZE=2000, say), also `abort-HOST-PID-qID.fr` and, with CUDA,
     `abort-HOST-PID-qID.nccl`: the newest collectives, with sizes and states, pickled as torch's own dumps are.

@@ -76,7 +76,7 @@ def without_quorum(trainer: Any, scope: Scope, *, on_board: bool = False) -> boo
     """Whether this group writes after a fit that took no step, or failed before its first quorum.
 
     The peers of a restarted group may have newer files than the state with which it failed.
-    `on_board`: the supervisor's board says who writes (`StrategyBase.is_global_zero`).
+    `on_board`: the supervisor's board says which process writes (`StrategyBase.is_global_zero`).
     """
     released(trainer)
     risky = scope.num_groups > 1 and scope.restarts > 0 and trainer.interrupted

@@ -8,7 +8,7 @@
 | dies in the last save of a fit, and nothing that all agree on follows | the others wait for it at the end of their fits; the first of them writes |
 
 A process holds a save until it knows that the leader has made it: until the leader has voted for a later
-step, or has met the others at the end of the validation or the epoch. After a Trainer's fit nobody votes, and
+step, or has met the others at the end of the validation or the epoch. After a Trainer's fit no process votes, and
 it holds until the next one what the script saves.
 """
 

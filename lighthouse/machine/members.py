@@ -336,7 +336,7 @@ class History:
             self.head = before
         return self.head
 
-    # ------------------------------------------------------------------ who is dead
+    # ------------------------------------------------------------------ which members are dead
 
     def died(
         self,
@@ -419,7 +419,7 @@ class History:
         if len(self.different) > REMEMBERED_DECISIONS:
             self.different.popitem(last=False)
 
-    # ------------------------------------------------------------------ who suffices
+    # ------------------------------------------------------------------ which members suffice
 
     def _dead_of(self, lists: Collection[fence.Members]) -> dict[str, fence.Ballot]:
         """Those of `lists` that are dead, and what they had promised."""

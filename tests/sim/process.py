@@ -2,7 +2,7 @@
 
 The loop is a generator that does what a manager does: it yields how long it computes, or a condition
 that it waits for. Its model state is a number: committing a sum hashes the sum into it, so equal
-numbers mean equal histories. So does who holds which share of the data (`ft_core.replica.shares`), as each
+numbers mean equal histories. So does which process holds which share of the data (`ft_core.replica.shares`), as each
 process finds it from its state and the quorum under which it was bound. A paused process does nothing and finds all it missed when it goes on;
 a hung loop stands still while the rest of the process works.
 """

@@ -122,7 +122,7 @@ def _wake_lost_jobs(cluster: Cluster) -> bool:
     """Un-hang jobs all of whose members that hold the state hang, and declare those dead that hang
     while their job waits for them; whether there was one.
 
-    The bound does not cover them; they are rows of "Who waits, and what ends it" (docs/protocol.md) that have no limit:
+    The bound does not cover them; they are rows of "What a job waits for, and what ends it" (docs/protocol.md) that have no limit:
     "the only member that holds the state hangs between two steps", since nothing can tell a loop that hangs from one that
     computes for long, and the state would be lost with it; and those whose reason asks for `declare-dead`.
     """

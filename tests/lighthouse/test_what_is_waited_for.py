@@ -1,4 +1,4 @@
-"""Rows of the table "Who waits, and what ends it" (docs/protocol.md), at a real lighthouse."""
+"""Rows of the table "What a job waits for, and what ends it" (docs/protocol.md), at a real lighthouse."""
 
 from __future__ import annotations
 
