@@ -37,7 +37,7 @@ class OuterStats:
         void: windows of this member that were dropped because they were bad.
         bytes_sent: by this member, for outer steps.
         communication_s: from each launch until its collectives were over.
-        hidden_s: how much of that the training loop did not wait for.
+        hidden_s: how much of that had passed when the training loop began to wait for them.
         divergence: of the last committed outer step: the root mean square, over the participants,
             of the distance between their parameters and the mean of those (Euclidean norm).
     """
@@ -156,13 +156,11 @@ class OuterReduce:
 
     def wait(self) -> None:
         """Wait for all collectives, and count the time that they took."""
-        began_s = time.monotonic()
+        asked_s = time.monotonic()
         for future in self.futures:
             future.wait()
-        waited_s = time.monotonic() - began_s
-        took_s = max(0.0, self.ended_s - self.began_s)
-        self.stats.communication_s += took_s
-        self.stats.hidden_s += max(0.0, took_s - waited_s)
+        self.stats.communication_s += max(0.0, self.ended_s - self.began_s)
+        self.stats.hidden_s += max(0.0, min(asked_s, self.ended_s) - self.began_s)
 
     def _mark_end(self, _: Future[Any]) -> None:
         self.ended_s = max(self.ended_s, time.monotonic())

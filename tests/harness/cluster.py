@@ -186,6 +186,8 @@ def replicas(*scripts: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.join(PATIENCE_S)
     if errors:
+        for other in errors[1:]:  # what one raises first may be what another's end has done to it
+            errors[0].add_note(f"and another: {other!r}")
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a replica hangs"
     return results

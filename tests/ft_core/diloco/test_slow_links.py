@@ -99,7 +99,6 @@ def test_weights_by_samples() -> None:
 @pytest.mark.parametrize("codec", [None, "int8"])
 def test_communication_hides_behind_inner_steps(codec: str | None) -> None:
     """In the overlap the collectives end although no member waits for them yet."""
-    ended = [threading.Event() for _ in range(2)]
     with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(
@@ -120,10 +119,10 @@ def test_communication_hides_behind_inner_steps(codec: str | None) -> None:
                 with trainer.loop as loop:
                     for _ in range(3):
                         trainer.inner_step()
-                    futures = loop._sent.futures  # launched after the second
-                    futures[-1].add_done_callback(lambda _: ended[trainer.number].set())
-                    assert ended[trainer.number].wait(PATIENCE_S)
-                    ended[trainer.number].wait()
+                    for future in loop._sent.futures:  # launched after the second
+                        ended = threading.Event()
+                        future.add_done_callback(lambda _, ended=ended: ended.set())
+                        assert ended.wait(PATIENCE_S)
                     trainer.inner_step()
             finally:
                 trainer.close()
@@ -132,7 +131,7 @@ def test_communication_hides_behind_inner_steps(codec: str | None) -> None:
     for trainer in trainers:
         stats = trainer.loop.stats
         assert stats.committed == 1
-        assert 0 < stats.hidden_s <= stats.communication_s
+        assert 0 < stats.hidden_s == stats.communication_s
     check_states(trainers)
 
 
