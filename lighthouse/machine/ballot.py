@@ -13,7 +13,8 @@ often it was updated since the last commit, and a digest of a part of it. Member
 from what more than half of the others say hold another state. Where counts have no majority, the largest
 one counts: a loop that has caught an exception has left out an update, and has not made one more.
 Members that have healed since the last commit do not decide what is right. Where digests have no
-majority no member can tell which state is the right one.
+majority no member can tell which state is the right one, once all have said theirs: a no says nothing
+of its sender's state, discards the step, and all compare again in its next attempt.
 """
 
 from __future__ import annotations
@@ -283,6 +284,8 @@ def compare(votes: Mapping[str, Vote], unproven: Set[str], names: Mapping[str, s
     judges = [digest for r, digest in digests.items() if r not in unproven]
     held = _majority(judges or digests.values())
     if digests and held is None:
+        if _unheard(votes, unproven, said[min(digests)].lineage):
+            return Comparison(different)
         told = ", ".join(f"{names[r]}: {digest.hex()}" for r, digest in sorted(digests.items()))
         return Comparison(
             hopeless=f"the members hold different parameters at step {step}, and {NONE_IS_RIGHT} of "
@@ -294,6 +297,16 @@ def compare(votes: Mapping[str, Vote], unproven: Set[str], names: Mapping[str, s
         why = "it has healed from a member whose state is not that of its peers"
         different |= {r: why for r in unproven if r in said and r not in digests | different}
     return Comparison(different)
+
+
+def _unheard(votes: Mapping[str, Vote], unproven: Set[str], lineage: str) -> bool:
+    """Whether a member that holds `lineage`, and is no member that has just healed, said no: it may decide
+    the next attempt's comparison."""
+    return any(
+        not vote.ok and vote.lineage == lineage and vote.phase != PHASE_HEALING
+        for replica_id, vote in votes.items()
+        if replica_id not in unproven
+    )
 
 
 def _majority(values: Iterable[T]) -> T | None:
