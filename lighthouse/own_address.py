@@ -31,9 +31,10 @@ def bracketed(host: str) -> str:
 def outgoing_address(towards: str | None = None, *, prefer_ipv6: bool = False) -> str:
     """The local address that packets to the host `towards` leave from; sends nothing.
 
-    Without `towards` the default route decides, that of `prefer_ipv6` first. A machine without one
-    uses 127.0.0.1, and says so in the log: others can't reach it. Raises `ValueError` when `towards`
-    does not resolve, or has no route from here.
+    Without `towards` the default route decides, that of `prefer_ipv6` first. On a machine without
+    one (its network leads nowhere else) it is the address of the first interface that has one. A machine
+    without a network uses 127.0.0.1, and says so in the log: others can't reach it. Raises
+    `ValueError` when `towards` does not resolve, or has no route from here.
     """
     far = _FAR_HOSTS[::-1] if prefer_ipv6 else _FAR_HOSTS
     for host in [towards] if towards else far:
@@ -46,7 +47,14 @@ def outgoing_address(towards: str | None = None, *, prefer_ipv6: bool = False) -
                 continue
     if towards:
         raise ValueError(f"this machine has no route to {towards!r}: check address and interface")
-    log.warning("this machine has no route to others: it uses 127.0.0.1, which they can't reach")
+    for _, interface in socket.if_nameindex():
+        try:
+            found = interface_address(interface)
+        except ValueError:
+            continue
+        if not ipaddress.ip_address(found).is_loopback:
+            return found
+    log.warning("this machine has no network: it uses 127.0.0.1, which others can't reach")
     return "127.0.0.1"
 
 
@@ -104,7 +112,7 @@ def interface_address(interface: str) -> str:
         except OSError:
             pass
     try:
-        with open("/proc/net/if_inet6") as table:
+        with open("/proc/thread-self/net/if_inet6") as table:
             for line in table:
                 fields = line.split()
                 if fields[5] == interface and fields[3] != "20":  # 20: link-local, needs a scope

@@ -20,6 +20,7 @@ from lighthouse.own_address import advertised_host, outgoing_address
 from lighthouse.server import LighthouseServer
 from lighthouse.web import StatusPage
 from lighthouse.wire.messages import JobKey, Join, printable
+from tests.harness import networks
 from tests.harness.waiting import PATIENCE_S
 from tests.lighthouse.support import FAST, Player, commit_together
 
@@ -99,10 +100,19 @@ def test_an_own_address_is_never_made_up_in_silence(
             raise OSError("Network is unreachable")
 
     monkeypatch.setattr(own_address.socket, "socket", NoRoute)
+    monkeypatch.setattr(own_address.socket, "if_nameindex", list)
     with pytest.raises(ValueError, match="no route to '192"):
         outgoing_address("192.0.2.7")
     assert outgoing_address() == "127.0.0.1"
-    assert "no route to others" in caplog.text
+    assert "no network" in caplog.text
+
+
+@pytest.mark.parametrize("ipv6", [False, True])
+def test_a_machine_without_a_default_route_uses_the_network_that_it_has(ipv6: bool) -> None:
+    if not networks.available():
+        pytest.skip("network namespaces need root and the command ip")
+    with networks.networks(1, ipv6=ipv6) as network, network.inside(0) as host:
+        assert outgoing_address(prefer_ipv6=ipv6) == host
 
 
 def test_an_address_to_advertise_may_be_ipv6() -> None:
