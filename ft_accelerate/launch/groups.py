@@ -486,7 +486,7 @@ def _serve(made: Launch) -> Any:
     if not made.lighthouse.bind:
         return None
     from lighthouse.config import LighthouseConfig, Timeouts
-    from lighthouse.launched import LaunchedLighthouse
+    from lighthouse.standby import LaunchedLighthouse
 
     config = LighthouseConfig(
         min_replicas=made.plugin.min_replicas,

@@ -110,7 +110,7 @@ class SupervisorLauncher:
 
     def _serve(self) -> Any:
         from lighthouse.config import LighthouseConfig, Timeouts
-        from lighthouse.launched import LaunchedLighthouse
+        from lighthouse.standby import LaunchedLighthouse
 
         timeout_s, silent_s = self._job.timeout_s, self._job.timeouts.heartbeat_timeout_s
         return LaunchedLighthouse(

@@ -15,8 +15,8 @@ import pytest
 import zmq
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.launched import LaunchedLighthouse
 from lighthouse.server import LighthouseServer
+from lighthouse.standby import LaunchedLighthouse
 from tests.harness.waiting import PATIENCE_S, children_of, gone, until
 from tests.lighthouse.support import FAST, Player, commit_together
 
@@ -80,7 +80,7 @@ def test_it_ends_with_a_launcher_that_is_killed() -> None:
     script = """
 import sys
 from lighthouse.config import LighthouseConfig
-from lighthouse.launched import LaunchedLighthouse
+from lighthouse.standby import LaunchedLighthouse
 print(LaunchedLighthouse(config=LighthouseConfig()).pid, flush=True)
 sys.stdin.read()
 """

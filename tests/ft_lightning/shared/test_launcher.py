@@ -38,7 +38,7 @@ def test_a_signal_ends_the_supervisor_and_all_it_started(tmp_path: Path, number:
             run.until_step(index, 3)
         children = [run.lives(index)[-1] for index in (0, 1)]
         (lighthouse,) = [
-            pid for pid in children_of(main.pid) if b"lighthouse.launched" in command(pid)
+            pid for pid in children_of(main.pid) if b"lighthouse.standby" in command(pid)
         ]
         os.kill(*children_of(lighthouse), signal.SIGABRT)
         run.until(lambda: "its process ended (signal 6)" in run.output(), "the next lighthouse")
