@@ -28,7 +28,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import msgpack
@@ -218,61 +218,26 @@ class Hyperparameters:
     """The hyperparameters of some optimizers, as they were seen last."""
 
     def __init__(self) -> None:
-        self._groups: list[_Group] = []
+        self._seen: list[Any] = []
         self._scaler: Any = None
+        self._fixed = False  # none of them can change in place
         self._digest = b""
 
     def digest(self, optimizers: list[Any], scaler: dict[str, Any] | None) -> bytes:
         """Of the present hyperparameters. `scaler`: the loss scaler's state."""
         groups = [group for known in optimizers for group in known.param_groups]
-        changed = len(groups) != len(self._groups) or not self._digest
-        if changed:
-            self._groups = [_Group() for _ in groups]
-        for known, group in zip(self._groups, groups, strict=True):
-            if known.changed(group):
-                changed = True
-        if changed or scaler != self._scaler:
-            self._scaler = scaler
-            self._digest = digest([[group.digest for group in self._groups], scaler])
+        seen: list[Any] = []
+        for group in groups:  # each step: no more than a comparison, if all are the same objects
+            seen += group.keys()
+            seen += group.values()
+        same = len(seen) == len(self._seen) and all(map(is_, seen, self._seen))
+        if not (same and self._fixed) or scaler != self._scaler:
+            told = [[(k, v) for k, v in sorted(group.items()) if k != "params"] for group in groups]
+            self._seen, self._scaler = seen, scaler
+            self._fixed = all(_is_constant(value) for group in told for _, value in group)
+            plain = [[(name, _plain(value)) for name, value in group] for group in told]
+            self._digest = digest([plain, scaler])
         return self._digest
-
-
-class _Group:
-    """One parameter group."""
-
-    def __init__(self) -> None:
-        self._keys: tuple[str, ...] = ()
-        self._get: Any = None
-        self._values: tuple[Any, ...] = ()
-        self._plain: list[Any] = []
-        self._mutable: set[int] = set()  # places of values that may change in place
-        self.digest = b""
-
-    def changed(self, group: dict[str, Any]) -> bool:
-        """Whether its digest differs from that of the last call."""
-        try:
-            values = self._get(group) if len(group) == len(self._keys) else None
-        except KeyError:
-            values = None
-        if values is None:
-            self._keys = tuple(sorted(group))  # "params" and a learning rate at least
-            self._get, self._mutable = itemgetter(*self._keys), set()
-            self._values, self._plain = (), [None] * len(self._keys)
-            values = self._get(group)
-        before = self._values or (self,) * len(self._keys)
-        if not self._mutable and all(map(is_, values, before)):
-            return False
-        for index, key in enumerate(self._keys):
-            value = values[index]
-            if key != "params" and (value is not before[index] or index in self._mutable):
-                self._plain[index] = _plain(value)
-                if _is_constant(value):
-                    self._mutable.discard(index)
-                else:
-                    self._mutable.add(index)
-        old, self._values = self.digest, values
-        self.digest = digest([self._keys, self._plain])
-        return self.digest != old
 
 
 def _is_constant(value: Any) -> bool:
