@@ -349,126 +349,83 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
 
 
 SEAMS = (
-    Seam("accelerate.state", "PartialState.__init__", ("self", "cpu"), _init_state),
-    Seam("accelerate.state", "PartialState.is_main_process", (), is_main),
-    Seam("accelerate.state", "PartialState.is_local_main_process", (), _is_local_main_process),
-    Seam("accelerate.state", "PartialState.main_process_first", ("self",), _main_process_first),
-    Seam(
-        "accelerate.state", "PartialState.local_main_process_first", ("self",), _main_process_first
-    ),
-    Seam("accelerate.state", "torch", (), _over_quorum),
-    Seam("accelerate.utils.operations", "torch", (), _over_quorum),
-    Seam("accelerate.utils.operations", "_gpu_gather", ("tensor",)),
-    Seam("accelerate.utils.random", "torch", (), _with_healed_seeds),
-    Seam("accelerate.accelerator", "torch", (), _with_our_model),
-    Seam(
-        "accelerate.accelerator",
-        "Accelerator.__init__",
-        ("self", "kwargs_handlers"),
-        _init_accelerator,
-    ),
-    Seam("accelerate.accelerator", "Accelerator.prepare_model", ("self", "model")),
-    Seam("accelerate.accelerator", "Accelerator._prepare_fsdp2", ("self",), group_shards.prepare),
-    Seam(
-        "accelerate.accelerator",
-        "Accelerator._prepare_device_mesh",
-        ("self",),
-        group_shards.mesh_of_loaders,
-    ),
-    Seam(
-        "accelerate.utils.fsdp_utils",
-        "fsdp2_load_full_state_dict",
-        ("accelerator",),
-        group_shards.load_full_state_dict,
-    ),
-    Seam(
-        "accelerate.parallelism_config",
-        "ParallelismConfig.build_device_mesh",
-        ("device_type",),
-        group_shards.build_device_mesh,
-    ),
-    Seam(
-        "accelerate.parallelism_config",
-        "ParallelismConfig.fsdp_dim_names",
-        (),
-        group_shards.fsdp_dim_names,
-    ),
-    Seam(
-        "accelerate.accelerator",
-        "Accelerator.prepare_data_loader",
-        ("self", "data_loader"),
-        _prepare_data_loader,
-    ),
-    Seam(
-        "accelerate.accelerator",
-        "Accelerator.join_uneven_inputs",
-        ("self", "joinables"),
-        _join_uneven_inputs,
-    ),
-    Seam(
-        "accelerate.accelerator",
-        "Accelerator.pad_across_processes",
-        ("self", "tensor"),
-        _pad_across_processes,
-    ),
-    Seam("accelerate.accelerator", "Accelerator.backward", ("self", "loss"), _backward),
-    Seam(
-        "accelerate.accelerator",
-        "Accelerator.clip_grad_norm_",
-        ("self", "parameters"),
-        _clip_grad_norm,
-    ),
-    Seam("accelerate.accelerator", "Accelerator.save_state", ("self", "output_dir"), _save_state),
-    *(
-        Seam("accelerate.accelerator", name, ("fsdp_plugin", "accelerator"), replace)
-        for name, replace in group_shards.CHECKPOINTS.items()
-    ),
-    Seam(
-        "accelerate.accelerator",
-        "Accelerator.save_model",
-        ("self", "model", "save_directory"),
-        saves,
-    ),
-    Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), saves),
-    Seam(
-        "accelerate.accelerator", "Accelerator.init_trackers", (), accelerate_trackers.init_trackers
-    ),
-    Seam("accelerate.accelerator", "Accelerator.log", (), accelerate_trackers.log_row),
-    Seam("accelerate.accelerator", "Accelerator.get_tracker", (), accelerate_trackers.get_tracker),
-    Seam("accelerate.accelerator", "Accelerator.end_training", ("self",), _end_training),
-    Seam("accelerate.local_sgd", "LocalSGD.__enter__", ("self",), while_active(periodic.enter)),
-    Seam("accelerate.local_sgd", "LocalSGD.__exit__", ("self",), while_active(periodic.leave)),
-    Seam(
-        "accelerate.local_sgd",
-        "LocalSGD._sync_and_avg_model_params",
-        ("self",),
-        while_active(periodic.average),
+    *seams.table(
+        {
+            "accelerate.state": (
+                ("PartialState.__init__", ("self", "cpu"), _init_state),
+                ("PartialState.is_main_process", (), is_main),
+                ("PartialState.is_local_main_process", (), _is_local_main_process),
+                ("PartialState.main_process_first", ("self",), _main_process_first),
+                ("PartialState.local_main_process_first", ("self",), _main_process_first),
+                ("torch", (), _over_quorum),
+            ),
+            "accelerate.utils.operations": (
+                ("torch", (), _over_quorum),
+                ("_gpu_gather", ("tensor",)),
+            ),
+            "accelerate.utils.random": (("torch", (), _with_healed_seeds),),
+            "accelerate.accelerator": (
+                ("torch", (), _with_our_model),
+                ("Accelerator.__init__", ("self", "kwargs_handlers"), _init_accelerator),
+                ("Accelerator.prepare_model", ("self", "model")),
+                ("Accelerator._prepare_fsdp2", ("self",), group_shards.prepare),
+                ("Accelerator._prepare_device_mesh", ("self",), group_shards.mesh_of_loaders),
+                ("Accelerator.prepare_data_loader", ("self", "data_loader"), _prepare_data_loader),
+                ("Accelerator.join_uneven_inputs", ("self", "joinables"), _join_uneven_inputs),
+                ("Accelerator.pad_across_processes", ("self", "tensor"), _pad_across_processes),
+                ("Accelerator.backward", ("self", "loss"), _backward),
+                ("Accelerator.clip_grad_norm_", ("self", "parameters"), _clip_grad_norm),
+                ("Accelerator.save_state", ("self", "output_dir"), _save_state),
+                *(
+                    (name, ("fsdp_plugin", "accelerator"), replace)
+                    for name, replace in group_shards.CHECKPOINTS.items()
+                ),
+                ("Accelerator.save_model", ("self", "model", "save_directory"), saves),
+                ("Accelerator.save", ("self", "obj", "f"), saves),
+                ("Accelerator.init_trackers", (), accelerate_trackers.init_trackers),
+                ("Accelerator.log", (), accelerate_trackers.log_row),
+                ("Accelerator.get_tracker", (), accelerate_trackers.get_tracker),
+                ("Accelerator.end_training", ("self",), _end_training),
+            ),
+            "accelerate.utils.fsdp_utils": (
+                ("fsdp2_load_full_state_dict", ("accelerator",), group_shards.load_full_state_dict),
+            ),
+            "accelerate.parallelism_config": (
+                (
+                    "ParallelismConfig.build_device_mesh",
+                    ("device_type",),
+                    group_shards.build_device_mesh,
+                ),
+                ("ParallelismConfig.fsdp_dim_names", (), group_shards.fsdp_dim_names),
+            ),
+            "accelerate.local_sgd": (
+                ("LocalSGD.__enter__", ("self",), while_active(periodic.enter)),
+                ("LocalSGD.__exit__", ("self",), while_active(periodic.leave)),
+                ("LocalSGD._sync_and_avg_model_params", ("self",), while_active(periodic.average)),
+            ),
+            "accelerate.optimizer": (
+                ("AcceleratedOptimizer.step", ("self", "closure"), _optimizer_step),
+                ("AcceleratedOptimizer.zero_grad", ("self",), _zero_grad),
+            ),
+            "accelerate.scheduler": (("AcceleratedScheduler.step", ("self",), unless_catching_up),),
+            "accelerate.data_loader": (
+                ("DataLoaderShard.__iter__", ("self",), while_active(loaders.iterate)),
+                ("DataLoaderShard.begin", ("self",)),
+                ("DataLoaderShard.end", ("self",)),
+                ("BatchSamplerShard.__iter__", ("self",), around(loaders.skip_batches)),
+            ),
+            "torch.distributed": (
+                *(
+                    (name, (), functools.partial(world.refuse_own_use, name))
+                    for name in world.INSTEAD
+                ),
+            ),
+        }
     ),
     *(
         Seam(module, name, ("function",), _launch_from_notebook)
         for module in ("accelerate.launchers", "accelerate")
         for name in ("notebook_launcher", "debug_launcher")
-    ),
-    Seam("accelerate.optimizer", "AcceleratedOptimizer.step", ("self", "closure"), _optimizer_step),
-    Seam("accelerate.optimizer", "AcceleratedOptimizer.zero_grad", ("self",), _zero_grad),
-    Seam("accelerate.scheduler", "AcceleratedScheduler.step", ("self",), unless_catching_up),
-    Seam(
-        "accelerate.data_loader",
-        "DataLoaderShard.__iter__",
-        ("self",),
-        while_active(loaders.iterate),
-    ),
-    Seam("accelerate.data_loader", "DataLoaderShard.begin", ("self",)),
-    Seam("accelerate.data_loader", "DataLoaderShard.end", ("self",)),
-    Seam(
-        "accelerate.data_loader",
-        "BatchSamplerShard.__iter__",
-        ("self",),
-        around(loaders.skip_batches),
-    ),
-    *(
-        Seam("torch.distributed", name, (), functools.partial(world.refuse_own_use, name))
-        for name in world.INSTEAD
     ),
 )
 """All that we lean on by name, and what takes its place."""

@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -67,6 +67,11 @@ class Seam:
             return f"{full} is not a function"
         lost = [name for name in self.parameters if name not in known]
         return f"{full} takes no {lost[0]!r}" if lost else ""
+
+
+def table(rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> tuple[Seam, ...]:
+    """By module: what follows the module in each `Seam` of it."""
+    return tuple(Seam(module, *row) for module, known in rows.items() for row in known)
 
 
 @dataclass(frozen=True, slots=True)

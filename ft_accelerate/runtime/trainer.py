@@ -483,66 +483,60 @@ def _rates(trainer: Any) -> list[float]:
     return [float(group["lr"]) for group in trainer.optimizer.param_groups]
 
 
-SEAMS = (
-    Seam("transformers.trainer", "Trainer.train", ("self", "resume_from_checkpoint"), _train),
-    Seam(
-        "transformers.training_args", "TrainingArguments.__post_init__", ("self",), _init_arguments
-    ),
-    *(
-        Seam("transformers.trainer", name, ("fsdp_plugin", "accelerator"), replace)
-        for name, replace in group_shards.CHECKPOINTS.items()
-    ),
-    Seam(
-        "transformers.trainer",
-        "Trainer.save_model",
-        ("self", "output_dir", "_internal_call"),
-        _save_model,
-    ),
-    *(
-        Seam("transformers.trainer", f"Trainer.{name}", ("self",), saves)
-        for name in ("save_state", "save_metrics", "create_model_card", "push_to_hub")
-    ),
-    Seam(
-        "transformers.trainer",
-        "Trainer._save_rng_state",
-        ("self", "output_dir"),
-        unless_catching_up,
-    ),
-    Seam("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial"), _checkpoint),
-    Seam("transformers.trainer", "Trainer._get_output_dir", ("self", "trial")),
-    Seam("transformers.trainer", "Trainer._push_from_checkpoint", ("self", "checkpoint_folder")),
-    Seam(
-        "transformers.trainer",
-        "Trainer._determine_best_metric",
-        ("self", "metrics", "trial"),
-        _determine_best_metric,
-    ),
-    Seam(
-        "transformers.trainer_utils",
-        "rotate_checkpoints",
-        ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"),
-        instead=Seam(
-            "transformers.trainer",
-            "Trainer._rotate_checkpoints",
-            ("self", "use_mtime", "output_dir"),
+SEAMS = seams.table(
+    {
+        "transformers.trainer": (
+            ("Trainer.train", ("self", "resume_from_checkpoint"), _train),
+            *(
+                (name, ("fsdp_plugin", "accelerator"), replace)
+                for name, replace in group_shards.CHECKPOINTS.items()
+            ),
+            ("Trainer.save_model", ("self", "output_dir", "_internal_call"), _save_model),
+            *(
+                (f"Trainer.{name}", ("self",), saves)
+                for name in ("save_state", "save_metrics", "create_model_card", "push_to_hub")
+            ),
+            ("Trainer._save_rng_state", ("self", "output_dir"), unless_catching_up),
+            ("Trainer._save_checkpoint", ("self", "trial"), _checkpoint),
+            ("Trainer._get_output_dir", ("self", "trial")),
+            ("Trainer._push_from_checkpoint", ("self", "checkpoint_folder")),
+            (
+                "Trainer._determine_best_metric",
+                ("self", "metrics", "trial"),
+                _determine_best_metric,
+            ),
+            ("Trainer.is_world_process_zero", ("self",), is_main),
+            ("Trainer.is_local_process_zero", ("self",), is_main),
+            ("dist", (), _with_our_barrier),
         ),
-    ),
-    Seam("transformers.trainer_callback", "TrainerState.save_to_json", ("self", "json_path")),
-    Seam("transformers.trainer", "Trainer.is_world_process_zero", ("self",), is_main),
-    Seam("transformers.trainer", "Trainer.is_local_process_zero", ("self",), is_main),
-    Seam("transformers.trainer", "dist", (), _with_our_barrier),
-    Seam("transformers.trainer_pt_utils", "dist", (), _over_quorum),
-    Seam("transformers.trainer_pt_utils", "distributed_concat", ("tensor",)),
-    Seam(
-        "transformers.trainer_callback",
-        "CallbackHandler.call_event",
-        ("self", "event"),
-        _call_event,
-    ),
-    Seam("transformers.trainer_callback", "TrainerState.load_from_json"),
-    Seam("transformers.trainer_callback", "ExportableState.state", ("self",)),
-    Seam("transformers.training_args", "TrainingArguments.should_save", (), is_main),
-    Seam("transformers.training_args", "TrainingArguments.should_log", (), is_main),
+        "transformers.training_args": (
+            ("TrainingArguments.__post_init__", ("self",), _init_arguments),
+            ("TrainingArguments.should_save", (), is_main),
+            ("TrainingArguments.should_log", (), is_main),
+        ),
+        "transformers.trainer_utils": (
+            (
+                "rotate_checkpoints",
+                ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"),
+                None,
+                Seam(
+                    "transformers.trainer",
+                    "Trainer._rotate_checkpoints",
+                    ("self", "use_mtime", "output_dir"),
+                ),
+            ),
+        ),
+        "transformers.trainer_callback": (
+            ("TrainerState.save_to_json", ("self", "json_path")),
+            ("CallbackHandler.call_event", ("self", "event"), _call_event),
+            ("TrainerState.load_from_json",),
+            ("ExportableState.state", ("self",)),
+        ),
+        "transformers.trainer_pt_utils": (
+            ("dist", (), _over_quorum),
+            ("distributed_concat", ("tensor",)),
+        ),
+    }
 )
 
 
