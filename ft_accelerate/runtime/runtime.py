@@ -31,8 +31,7 @@ from ft_accelerate.runtime import peer_state as states
 from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.checkpoints import SavedPosition
 from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
-from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, TrackerRuns
-from ft_accelerate.runtime.main_saves import Saves
+from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, Saves, TrackerRuns
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel, Prepared, freeze, thaw
 from ft_accelerate.runtime.script_position import (
     EARLY,

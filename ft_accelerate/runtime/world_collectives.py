@@ -30,7 +30,7 @@ from ft_accelerate.runtime.checked_collectives import (
     check_alike,
     present,
 )
-from ft_accelerate.runtime.main_saves import LIBRARIES
+from ft_accelerate.runtime.leadership import LIBRARIES
 from ft_accelerate.runtime.process import active, current
 from ft_core.collectives.allreduce import fill_neutral
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ft_accelerate.runtime.leadership import Leadership
-from ft_accelerate.runtime.main_saves import Saves
+from ft_accelerate.runtime.leadership import Leadership, Saves
 from ft_accelerate.runtime.script_position import ScriptPosition
 from ft_core.launch.board import Board, Slot
 from ft_core.replica.status import Participation
