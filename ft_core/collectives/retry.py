@@ -218,8 +218,8 @@ class RetryableReducer:
 
     def __init__(self, hooks: RetryHooks, manager: GradientManager | None = None) -> None:
         self._hooks, self._manager = hooks, manager
-        self._schemas: dict[str, str] = {}
-        self._state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
+        self._registrations: dict[str, Callable[[GradientManager], None]] = {}
+        self._saves: dict[str, Callable[[], Any]] = {}
         self._models: list[weakref.ref[RetryableModel]] = []
         self._copying: list[weakref.ref[CopyingModel]] = []
         self._buffers: list[weakref.WeakMethod[Callable[[], Callable[[], None]]]] = []
@@ -231,20 +231,12 @@ class RetryableReducer:
         self._retrying = False
         self._failure: BaseException | None = None
         self._ends_with = -1
-        self._step_end_hooks: list[Callable[[bool], None]] = []
-        self._compared: dict[str, Callable[[], Iterable[Tensor]]] = {}
 
     def attach(self, manager: GradientManager) -> None:
         """From now on this is the manager; before its first `start_quorum`."""
         self._manager = manager
-        for key, text in self._schemas.items():
-            manager.register_schema(key, text)
-        for key, (load, save) in self._state_fns.items():
-            manager.register_state_dict_fn(key, load, save)
-        for hook in self._step_end_hooks:
-            manager.register_step_end(hook)
-        for key, tensors in self._compared.items():
-            manager.register_compared(key, tensors)
+        for register in self._registrations.values():
+            register(manager)
 
     def detach(self) -> None:
         """The manager has shut down: gradients stay local."""
@@ -276,38 +268,40 @@ class RetryableReducer:
 
     # ------------------------------------------------------------------ what ft_core.ddp calls
 
+    def _register(self, key: str, register: Callable[[GradientManager], None]) -> None:
+        """With the manager that there is, and with each one that comes later."""
+        self._registrations[key] = register
+        if self._manager is not None:
+            register(self._manager)
+
     def register_schema(self, key: str, text: str) -> None:
         """As `Manager.register_schema`, also before there is a manager."""
-        self._schemas[key] = text
-        if self._manager is not None:
-            self._manager.register_schema(key, text)
+        self._register(f"schema {key}", lambda manager: manager.register_schema(key, text))
 
     def register_state_dict_fn(
         self, key: str, load: Callable[[Any], None], save: Callable[[], Any]
     ) -> None:
         """As `Manager.register_state_dict_fn`, also before there is a manager."""
-        self._state_fns[key] = (load, save)
-        if self._manager is not None:
-            self._manager.register_state_dict_fn(key, load, save)
+        self._saves[key] = save
+        self._register(
+            f"state {key}", lambda manager: manager.register_state_dict_fn(key, load, save)
+        )
 
     def registered(self, key: str) -> Callable[[], Any] | None:
         """How the state of this key is saved; None: it is not registered."""
-        return self._state_fns[key][1] if key in self._state_fns else None
+        return self._saves.get(key)
 
     def register_vote_check(self, check: Callable[[], None]) -> None:
         """Ignored: a backward pass that left out parameters is an error here, not a discard."""
 
     def register_step_end(self, hook: Callable[[bool], None]) -> None:
         """As `Manager.register_step_end`, also before there is a manager."""
-        self._step_end_hooks.append(hook)
-        if self._manager is not None:
-            self._manager.register_step_end(hook)
+        number = len(self._registrations)
+        self._register(f"step end {number}", lambda manager: manager.register_step_end(hook))
 
     def register_compared(self, key: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """As `Manager.register_compared`, also before there is a manager."""
-        self._compared[key] = tensors
-        if self._manager is not None:
-            self._manager.register_compared(key, tensors)
+        self._register(f"compared {key}", lambda manager: manager.register_compared(key, tensors))
 
     def errored(self) -> Exception | None:
         """As `Manager.errored`; None without a manager."""
