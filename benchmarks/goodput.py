@@ -107,7 +107,7 @@ def supervised(load: Load, lighthouse: str) -> int:
     from ft_core.launch.supervisor import supervise
     from ft_core.launch.warm.starter import warm_starts
 
-    def environment(index: int, restarts: int) -> dict[str, str]:
+    def environment(index: int) -> dict[str, str]:
         its = {"GROUP": index, "EXPECTED": load.groups + load.spares, "SUPERVISOR": os.getpid()}
         return {**os.environ, **{f"GOODPUT_{name}": str(value) for name, value in its.items()}}
 

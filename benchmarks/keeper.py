@@ -72,7 +72,7 @@ def supervised(lighthouse: str, mib: str, step_s: str, keep_s: str) -> int:
     from ft_core.launch.supervisor import supervise
     from ft_core.launch.warm.starter import warm_starts
 
-    def environment(index: int, restarts: int) -> dict[str, str]:
+    def environment(index: int) -> dict[str, str]:
         return {**os.environ, "KEEPER_GROUP": str(index), "NUM_REPLICA_GROUPS": str(GROUPS)}
 
     return supervise(

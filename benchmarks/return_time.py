@@ -188,7 +188,7 @@ def one_run(way: str, kill_at: int, epoch: int, folder: Path) -> dict[str, float
                 "NUM_REPLICA_GROUPS": "2",
                 "TORCHFT_LIGHTHOUSE": server.address(),
                 "FT_JOB_ID": str(folder),
-                "FT_LIGHTNING_RESTARTS": str(life),
+                "FT_RESTARTS": str(life),
                 "FT_EVENT_LOG": str(folder / f"{group}.{life}"),
                 "OMP_NUM_THREADS": "1",
             }

@@ -166,11 +166,11 @@ class Group:
                 [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
             ),
             "OMP_NUM_THREADS": "1",
-            "EXAMPLE_PARENT": str(os.getpid()),
+            "FT_SUPERVISOR": str(os.getpid()),
         }
         command = [sys.executable, *sys.argv]
         self.process = subprocess.Popen(
-            group_command(command, RANKS, parent_env="EXAMPLE_PARENT"),
+            group_command(command, RANKS),
             env=own,
             stdout=subprocess.PIPE,
             text=True,

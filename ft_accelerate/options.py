@@ -34,6 +34,7 @@ from ft_core.environment import (
     ENV_NUM_GROUPS,
     ENV_REPLICA_GROUP,
     ReplicaEnv,
+    Supervision,
 )
 from ft_core.launch.rank_group import rank_environment
 
@@ -42,11 +43,6 @@ if TYPE_CHECKING:
 
 ENV_USE = "ACCELERATE_USE_FAULT_TOLERANCE"
 ENV_PREFIX = "ACCELERATE_FAULT_TOLERANCE_"
-ENV_SUPERVISOR = ENV_PREFIX + "SUPERVISOR"
-ENV_RESTARTS = ENV_PREFIX + "RESTARTS"
-ENV_CHILD = ENV_PREFIX + "CHILD"
-ENV_CHILDREN = ENV_PREFIX + "CHILDREN"
-ENV_TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 ENV_AUTOLOAD = "FT_ACCELERATE_AUTOLOAD"
 """Set to 0: the package does nothing by being installed."""
 
@@ -385,43 +381,6 @@ def refuse_top_level_keys(config: Mapping[str, Any], known: Collection[str]) -> 
 # ---------------------------------------------------------------------- the environment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Supervision:
-    """What started this process.
-
-    Attributes:
-        pid: of the launcher, this process's parent, for `ft_core.launch.supervisor.die_with`; 0: none.
-        restarts: how often this replica group has been started again (by torchrun, too).
-        child: number of this replica group among the launcher's children on this machine.
-        children: how many those are; 0: unknown.
-    """
-
-    pid: int = 0
-    restarts: int = 0
-    child: int = 0
-    children: int = 0
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None) -> Supervision:
-        """What `env` (default: the process's) says. Raises ValueError."""
-        env = os.environ if env is None else env
-        return cls(
-            pid=_number_in(env, ENV_SUPERVISOR, 0),
-            restarts=_number_in(env, ENV_RESTARTS, _number_in(env, ENV_TORCHRUN_RESTARTS, 0)),
-            child=_number_in(env, ENV_CHILD, 0),
-            children=_number_in(env, ENV_CHILDREN, 0),
-        )
-
-    def to_env(self) -> dict[str, str]:
-        """The variables from which `from_env` makes it again."""
-        return {
-            ENV_SUPERVISOR: str(self.pid),
-            ENV_RESTARTS: str(self.restarts),
-            ENV_CHILD: str(self.child),
-            ENV_CHILDREN: str(self.children),
-        }
-
-
 def is_enabled(env: Mapping[str, str] | None = None) -> bool:
     """Whether the switch is on. Raises ValueError if it is neither on nor off, or misspelt."""
     env = os.environ if env is None else env
@@ -442,8 +401,7 @@ def switch_on() -> None:
 
 def given_in(env: Mapping[str, str]) -> dict[str, Any]:
     """The fields that `env` names. Raises ValueError, also for a name that is nearly ours."""
-    known = {ENV_SUPERVISOR, ENV_RESTARTS, ENV_CHILD, ENV_CHILDREN, *map(env_name, field_names())}
-    check_names(env, ENV_PREFIX, known)
+    check_names(env, ENV_PREFIX, set(map(env_name, field_names())))
     found: dict[str, Any] = {}
     for f in dataclasses.fields(FaultTolerancePlugin):
         for name in (env_name(f.name), f.metadata["also"]):
@@ -461,7 +419,7 @@ def ours_in_environment() -> dict[str, str]:
 
 def environment_of_another_job() -> dict[str, str]:
     """This process's environment without anything that concerns its job."""
-    ours = {*ours_in_environment(), ENV_LIGHTHOUSE}
+    ours = {*ours_in_environment(), *Supervision().environment(), ENV_LIGHTHOUSE}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
@@ -482,10 +440,6 @@ def may_autoload() -> bool:
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False
     return os.environ.get(ENV_AUTOLOAD, "1").strip().lower() not in ("0", "false", "no", "off")
-
-
-def _number_in(env: Mapping[str, str], name: str, default: int) -> int:
-    return number(env.get(name) or default, f"environment variable {name}")
 
 
 def check_names(names: Iterable[str], prefix: str, known: Collection[str]) -> None:

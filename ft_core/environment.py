@@ -23,6 +23,12 @@ ENV_HEARTBEAT = "FT_HEARTBEAT_S"
 ENV_WARM = "FT_WARM_START"
 ENV_ABORT_DUMPS = "FT_ABORT_DUMPS"
 
+ENV_SUPERVISOR = "FT_SUPERVISOR"
+ENV_RESTARTS = "FT_RESTARTS"
+ENV_CHILD = "FT_CHILD"
+ENV_CHILDREN = "FT_CHILDREN"
+ENV_TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+
 ENV_TORCHFT_SECONDS = {
     "timeout": "TORCHFT_TIMEOUT_SEC",
     "quorum_timeout": "TORCHFT_QUORUM_TIMEOUT_SEC",
@@ -94,6 +100,43 @@ class ReplicaEnv:
             compare_steps=_int(env, ENV_COMPARE, COMPARE_STEPS),
             heartbeat_s=_seconds(env, ENV_HEARTBEAT),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """What has started this process, as `ft_core.launch.supervisor` tells it.
+
+    Attributes:
+        pid: of our process that is this one's parent, for `die_with`; 0: none.
+        restarts: how often this replica group has been started again (by torchrun, too).
+        child: number of this replica group among the supervisor's children on this machine.
+        children: how many those are; 0: unknown.
+    """
+
+    pid: int = 0
+    restarts: int = 0
+    child: int = 0
+    children: int = 0
+
+    @classmethod
+    def read(cls, env: Mapping[str, str] | None = None) -> Supervision:
+        """From the environment. Raises ValueError on a variable that is not what it should be."""
+        env = os.environ if env is None else env
+        return cls(
+            pid=_int(env, ENV_SUPERVISOR, 0),
+            restarts=_int(env, ENV_RESTARTS, _int(env, ENV_TORCHRUN_RESTARTS, 0)),
+            child=_int(env, ENV_CHILD, 0),
+            children=_int(env, ENV_CHILDREN, 0),
+        )
+
+    def environment(self) -> dict[str, str]:
+        """The variables from which `read` makes it again."""
+        return {
+            ENV_SUPERVISOR: str(self.pid),
+            ENV_RESTARTS: str(self.restarts),
+            ENV_CHILD: str(self.child),
+            ENV_CHILDREN: str(self.children),
+        }
 
 
 def torchft_settings() -> dict[str, int]:

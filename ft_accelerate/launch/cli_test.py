@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ft_accelerate.options import Supervision, environment_of_another_job
+from ft_accelerate.options import environment_of_another_job
+from ft_core.environment import Supervision
 
 SCRIPT = Path(__file__)
 """Run as a script, this file is what is trained."""
@@ -146,7 +147,7 @@ def train(folder: Path, kill_group: int, kill_epoch: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    group, life = accelerator.process_index, Supervision.from_env().restarts
+    group, life = accelerator.process_index, Supervision.read().restarts
     total, mean = 0, 0.0
     for epoch in range(EPOCHS):
         for batch, (x, y) in enumerate(loader):

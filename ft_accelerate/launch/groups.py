@@ -19,9 +19,7 @@ from typing import Any
 
 from ft_accelerate.options import (
     ENV_PREFIX,
-    ENV_SUPERVISOR,
     FaultTolerancePlugin,
-    Supervision,
     argument_name,
     env_name,
     field_names,
@@ -348,9 +346,7 @@ def _supervise(
     devices: Sequence[str],
 ) -> int:
     return supervise(
-        rank_group.group_command(
-            protected(command), made.place.group_size, parent_env=ENV_SUPERVISOR
-        ),
+        rank_group.group_command(protected(command), made.place.group_size),
         environment(made, env, address=address, devices=devices),
         count=made.place.groups,
         first=made.place.first,
@@ -386,20 +382,17 @@ def protected(command: Sequence[str]) -> list[str]:
 
 def environment(
     made: Launch, env: Mapping[str, str], *, address: str, devices: Sequence[str]
-) -> Callable[[int, int], dict[str, str]]:
-    """The environment of each replica group, by its number here and its restarts."""
+) -> Callable[[int], dict[str, str]]:
+    """The environment of each replica group, by its number here."""
     size = made.place.group_size
 
-    def of_group(index: int, restarts: int) -> dict[str, str]:
+    def of_group(index: int) -> dict[str, str]:
         plugin = dataclasses.replace(
             made.plugin, lighthouse=address, replica_group_id=made.place.first + index
         )
         told = {**env, **plugin.to_env()}
         if len(devices) >= made.place.groups * size:
             told["CUDA_VISIBLE_DEVICES"] = ",".join(devices[index * size : (index + 1) * size])
-        told |= Supervision(
-            pid=os.getpid(), restarts=restarts, child=index, children=made.place.groups
-        ).to_env()
         if size > 1:
             return told  # `rank_group` gives each rank its place
         return rank_group.rank_environment(told, rank=0, size=1, port=rank_group.free_port())

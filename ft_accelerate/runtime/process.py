@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ft_accelerate.options import FaultTolerancePlugin, Supervision, is_enabled, switch_on, uses
+from ft_accelerate.options import FaultTolerancePlugin, is_enabled, switch_on, uses
 from ft_accelerate.runtime.runtime import Runtime
-from ft_core.environment import ReplicaEnv
+from ft_core.environment import ReplicaEnv, Supervision
 from ft_core.launch.ending import end_with_a_line
 
 _runtime: Runtime | None = None
@@ -105,7 +105,7 @@ def forget() -> None:
 
 def _make(plugin: FaultTolerancePlugin) -> Runtime:
     end_with_a_line("ft_accelerate")
-    runtime = Runtime(plugin, ReplicaEnv.read(), Supervision.from_env())
+    runtime = Runtime(plugin, ReplicaEnv.read(), Supervision.read())
     if uses("FSDP"):
         runtime.group_ranks.hold_shards()
     return runtime

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ft_accelerate.options import FaultTolerancePlugin, Supervision
+from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime import peer_state as states
 from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.checkpoints import SavedPosition
@@ -44,7 +44,7 @@ from ft_accelerate.runtime.script_position import (
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
-from ft_core.environment import SHARED_JOB, ReplicaEnv
+from ft_core.environment import SHARED_JOB, ReplicaEnv, Supervision
 from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
 from ft_core.launch.ending import Sigterm

@@ -46,7 +46,7 @@ class Keeping:
         self,
         board: Board,
         popen: Popen,
-        environment: Callable[[int, int], dict[str, str]],
+        environment: Callable[[int], dict[str, str]],
         every_s: float,
         speaker: str,
         folder: str,
@@ -103,7 +103,7 @@ class Keeping:
         board = self._board
         words = [MODULE, str(self._every_s), self._speaker, str(os.getpid())]
         command = [sys.executable, "-m", *words]
-        env = {**self._environment(0, 0), **board.environment(board.keeper)}
+        env = {**self._environment(0), **board.environment(board.keeper)}
         options = {"env": env, "process_group": 0, "pass_fds": board.descriptors}
         with self._lock:
             if self._closed.is_set():

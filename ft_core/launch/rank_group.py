@@ -1,12 +1,10 @@
-"""The ranks of one replica group on this machine: `python -m ft_core.launch.rank_group PARENT N ...`.
+"""The ranks of one replica group on this machine: `python -m ft_core.launch.rank_group N ...`.
 
 They live and die together. When one fails, the others are killed, and this process ends as that one
 did (the same exit code, or the same signal), so that the supervisor above it can tell a crash from a
 kill. A rank that ends with `BROKEN_EXIT_CODE` has noticed the end of another rank, whose exit code
 is the one that counts. A rank that ends on SIGTERM has made the others leave too (`GroupLeft`); they
 get the time to end by themselves. Restarts are the supervisor's task. Imports no torch.
-
-PARENT is the name of the environment variable that holds the parent's process id (`die_with`).
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from ft_core.environment import ENV_SUPERVISOR, Supervision
 from ft_core.launch.board import DUMP_SIGNAL, inherited
 from ft_core.launch.restarts import BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import die_with, take
@@ -35,24 +34,20 @@ STOP_TIMEOUT_S = 20.0
 """Less than the supervisor's, after which it kills this process and so the ranks."""
 
 
-def group_command(command: Sequence[str], size: int, *, parent_env: str) -> list[str]:
-    """The command that runs `command` in a group of `size` ranks; `command` itself for one rank.
-
-    `parent_env`: PARENT, see above.
-    """
+def group_command(command: Sequence[str], size: int) -> list[str]:
+    """The command that runs `command` in a group of `size` ranks; `command` itself for one rank."""
     if size == 1:
         return list(command)
-    return [sys.executable, "-m", "ft_core.launch.rank_group", parent_env, str(size), *command]
+    return [sys.executable, "-m", "ft_core.launch.rank_group", str(size), *command]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the group that `argv` (PARENT, N, command ...) describes; returns the exit code, or ends
-    by the signal that ended the group. Main thread only."""
-    parent_env, size, command = argv[0], int(argv[1]), argv[2:]
-    env = dict(os.environ)
-    if env.get(parent_env, "0") != "0":
-        die_with(int(env[parent_env]))
-    env[parent_env] = str(os.getpid())
+    """Run the group that `argv` (N, command ...) describes; returns the exit code, or ends by the signal
+    that ended the group. Main thread only."""
+    size, command = int(argv[0]), argv[1:]
+    if parent := Supervision.read().pid:
+        die_with(parent)
+    env = {**os.environ, ENV_SUPERVISOR: str(os.getpid())}
     code = run_group(command, env, size=size)
     if code < 0:
         if -code != signal.SIGKILL:

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from ft_core.environment import Supervision
 from ft_core.launch import kept_files
 from ft_core.launch.board import DUMP_SIGNAL, Board
 from ft_core.launch.keeping import Keeping
@@ -51,7 +52,7 @@ TELL_AGAIN_S, TELL_TIMEOUT_S = 0.5, 5.0
 _PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
-Environment = Callable[[int, int], dict[str, str]]
+Environment = Callable[[int], dict[str, str]]
 
 
 @dataclass(slots=True)
@@ -327,7 +328,8 @@ def supervise(
 
     Args:
         command: of every child.
-        environment: called as `environment(index, restarts)`; returns a child's environment.
+        environment: called as `environment(index)` at each start; returns a child's environment, to which
+            `Supervision` is added.
         count: of children.
         min_alive: see `Roster`.
         max_restarts, elsewhere: see `RestartPolicy`.
@@ -349,7 +351,10 @@ def supervise(
     def start(child: Child) -> None:
         board.clear(child.index)
         # A process group of its own, so that the terminal's Ctrl-C reaches it only through us.
-        env = {**environment(child.index, child.restarts), **board.environment(child.index)}
+        told = Supervision(
+            pid=os.getpid(), restarts=child.restarts, child=child.index, children=count
+        )
+        env = environment(child.index) | told.environment() | board.environment(child.index)
         child.process = popen(command, env=env, process_group=0, pass_fds=board.descriptors)
         waits_for = child.index, child.process, events
         threading.Thread(target=_wait, args=waits_for, daemon=True).start()

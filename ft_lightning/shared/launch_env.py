@@ -17,15 +17,15 @@ from ft_core.environment import (
     ENV_LIGHTHOUSE,
     ENV_NUM_GROUPS,
     ENV_REPLICA_GROUP,
+    ENV_TORCHRUN_RESTARTS,
     SHARED_JOB,
     ReplicaEnv,
+    Supervision,
     slurm_job_id,
 )
 
 ENV_DEVICE = "FT_LIGHTNING_DEVICE"
 ENV_NODE = "NODE_RANK"
-ENV_RESTARTS = "FT_LIGHTNING_RESTARTS"
-ENV_SUPERVISOR = "FT_LIGHTNING_SUPERVISOR"
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """In the order in which Lightning asks for them."""
 _OF_TORCHRUN = (
@@ -127,7 +127,7 @@ class LaunchEnv:
         """From the environment, for a training on `num_nodes` machines. Raises ValueError on a
         variable that is not what it should be."""
         env = os.environ if env is None else env
-        again = _number(env, ENV_RESTARTS) or _number(env, "TORCHELASTIC_RESTART_COUNT")
+        supervision = Supervision.read(env)
         return cls(
             replica=ReplicaEnv.read(env),
             has_rank=bool(env.get("RANK")),
@@ -135,8 +135,8 @@ class LaunchEnv:
             local_world_size=_number(env, "LOCAL_WORLD_SIZE"),
             node=_number(env, ENV_NODE) if env.get(ENV_NODE) else None,
             device=_number(env, ENV_DEVICE),
-            restarts=again + _number(env, "SLURM_RESTART_COUNT"),
-            supervisor_pid=_number(env, ENV_SUPERVISOR),
+            restarts=supervision.restarts + _number(env, "SLURM_RESTART_COUNT"),
+            supervisor_pid=supervision.pid,
             slurm=SlurmTask.read(env),
             slurm_job=slurm_job_id(env, num_nodes),
         )
@@ -161,8 +161,6 @@ def child_environment(
     *,
     device: int,
     lighthouse: str,
-    supervisor_pid: int,
-    restarts: int,
     job_id: str = "",
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
@@ -170,14 +168,12 @@ def child_environment(
 
     `job_id`: where the user has given none. The launcher of the group's ranks adds RANK and the like.
     """
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ENV_TORCHRUN_RESTARTS)
     child = {k: v for k, v in (os.environ if env is None else env).items() if k not in ranks}
     child[ENV_REPLICA_GROUP] = str(group)
     child[ENV_NUM_GROUPS] = str(num_groups)
     child[ENV_LIGHTHOUSE] = lighthouse
     child[ENV_DEVICE] = str(device)
-    child[ENV_RESTARTS] = str(restarts)
-    child[ENV_SUPERVISOR] = str(supervisor_pid)
     if job_id and child.get(ENV_JOB, "") in ("", SHARED_JOB):
         child[ENV_JOB] = job_id
     return child

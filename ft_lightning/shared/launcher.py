@@ -20,7 +20,7 @@ from ft_core.launch.ending import end_with_a_line
 from ft_core.launch.rank_group import group_command
 from ft_core.launch.supervisor import die_with, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
-from ft_lightning.shared.launch_env import ENV_SUPERVISOR, child_environment, renew_rank
+from ft_lightning.shared.launch_env import child_environment, renew_rank
 from ft_lightning.shared.topology import Scope
 
 through_main = False
@@ -63,21 +63,19 @@ class SupervisorLauncher:
         elsewhere = scope.num_groups - scope.supervised
         job_id = scope.job_id if elsewhere else new_job_id()
         script = script_command(scope.supervised * scope.group_size)
-        command = group_command(script, scope.group_size, parent_env=ENV_SUPERVISOR)
+        command = group_command(script, scope.group_size)
         server = None
         address = self._job.lighthouse
         if not address:
             server = self._serve()
             address = server.address()
 
-        def environment(number: int, restarts: int) -> dict[str, str]:
+        def environment(number: int) -> dict[str, str]:
             return child_environment(
                 scope.index + number,
                 scope.num_groups,
                 device=number * scope.group_size,
                 lighthouse=address,
-                supervisor_pid=os.getpid(),
-                restarts=restarts,
                 job_id=job_id,
             )
 

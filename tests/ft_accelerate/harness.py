@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ft_accelerate.options import ENV_SUPERVISOR
 from ft_core.launch.rank_group import free_port, group_command
 from tests.harness import runs
 from tests.harness.runs import Line, Process, compare_steps, ended
@@ -68,7 +67,7 @@ class Run(runs.Run):
 
     def _start(self, env: dict[str, str], size: int = 1, launcher: Sequence[str] = ()) -> Process:
         command = [sys.executable, *launcher, str(self.script), json.dumps(self.options)]
-        _, *arguments = group_command(command, size, parent_env=ENV_SUPERVISOR)
+        _, *arguments = group_command(command, size)
         return self.launch(arguments, env, without=NOT_OURS)
 
     def killed_and_back(
@@ -92,7 +91,7 @@ class Run(runs.Run):
             os.kill(self.lives(index * size + size - 1)[-1], signal.SIGKILL)
         victim.wait(PATIENCE_S)
         asked, met = self.events(index, "waiting", "quorum"), self.events(index, "quorum")
-        again = self.start(index, groups, size, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1", **env)
+        again = self.start(index, groups, size, FT_RESTARTS="1", **env)
         self.until(
             lambda: self.events(index, "waiting", "quorum") > asked,
             f"replica {index} asks for a quorum",

@@ -11,7 +11,7 @@ import pytest
 
 from ft_accelerate import FaultTolerancePlugin
 from ft_accelerate.launch.groups import MachineLayout, layout, lighthouse_plan
-from ft_accelerate.options import Supervision, field_names, is_enabled, read_section
+from ft_accelerate.options import field_names, is_enabled, read_section
 from ft_accelerate.runtime.startup import GroupRanks
 from ft_core.environment import ReplicaEnv
 from ft_core.launch.rank_group import rank_environment
@@ -99,14 +99,6 @@ def test_a_misspelt_environment_variable_is_refused() -> None:
         FaultTolerancePlugin.from_env({"ACCELERATE_FAULT_TOLERANCE_MIN_REPLCAS": "2"})
     with pytest.raises(ValueError, match="did you mean ACCELERATE_USE_FAULT_TOLERANCE"):
         is_enabled({"ACCELERATE_USE_FAULT_TOLERENCE": "true"})
-    assert FaultTolerancePlugin.from_env(Supervision(pid=7, child=1).to_env()).min_replicas == 1
-
-
-def test_supervision_goes_through_the_environment() -> None:
-    told = Supervision(pid=12, restarts=3, child=1, children=2)
-    assert Supervision.from_env(told.to_env()) == told
-    assert Supervision.from_env({}) == Supervision()
-    assert Supervision.from_env({"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
 
 
 def test_a_process_finds_its_place_among_all() -> None:

@@ -136,12 +136,11 @@ def test_num_processes_are_groups_or_one_group_as_the_config_says(
     assert (one.place.groups, one.place.group_size) == (1, 4)
     ours = protected([sys.executable, "train.py", "--x"])
     assert ours == [sys.executable, "-m", "ft_accelerate.run", "train.py", "--x"]
-    assert group_command(ours, 1, parent_env="PARENT") == ours
-    assert group_command(ours, 4, parent_env="PARENT") == [
+    assert group_command(ours, 1) == ours
+    assert group_command(ours, 4) == [
         sys.executable,
         "-m",
         "ft_core.launch.rank_group",
-        "PARENT",
         "4",
         *ours,
     ]
@@ -151,16 +150,15 @@ def test_what_a_replica_group_is_told(stock: ModuleType, tmp_path: Path) -> None
     config = written(tmp_path, {**ON_CPU, "num_processes": 4}, {"group_size": 2, "job_id": "j"})
     made = plan(arguments(stock, "--config_file", config), {})
     of_group = environment(made, {}, address="tcp://127.0.0.1:5", devices=["a", "b", "c", "d"])
-    told = of_group(1, 3)
+    told = of_group(1)
     plugin = FaultTolerancePlugin.from_env(told)
     assert (plugin.replica_group_id, plugin.num_replica_groups, plugin.group_size) == (1, 2, 2)
     assert (plugin.lighthouse, plugin.job_id) == ("tcp://127.0.0.1:5", "j")
     assert told["CUDA_VISIBLE_DEVICES"] == "c,d"
-    assert told["ACCELERATE_FAULT_TOLERANCE_RESTARTS"] == "3"
     single = plan(
         arguments(stock, "--config_file", config, "--fault_tolerance_group_size", "1"), {}
     )
-    told = environment(single, {}, address="tcp://127.0.0.1:5", devices=[])(3, 0)
+    told = environment(single, {}, address="tcp://127.0.0.1:5", devices=[])(3)
     assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"]) == ("0", "1", "0")
     assert "CUDA_VISIBLE_DEVICES" not in told
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-log, restarts = Path(sys.argv[1]), os.environ["ACCELERATE_FAULT_TOLERANCE_RESTARTS"]
+log, restarts = Path(sys.argv[1]), os.environ["FT_RESTARTS"]
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(4, 1)
 data = torch.utils.data.TensorDataset(torch.randn(64, 4))

@@ -138,7 +138,7 @@ def run(options: dict[str, Any]) -> None:
     )
     grave = Grave()
     accelerator.register_for_checkpointing(grave)
-    first_life = "ACCELERATE_FAULT_TOLERANCE_RESTARTS" not in os.environ
+    first_life = "FT_RESTARTS" not in os.environ
     step = 0
     for epoch in range(options["epochs"]):
         batches = train

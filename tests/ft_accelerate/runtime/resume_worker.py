@@ -57,7 +57,7 @@ def run(options: dict[str, Any]) -> None:
         step = int(found[-1].name.split("_")[1])
     first, done = divmod(step, len(train))
     log.append("starts", step=step)
-    again = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS") == "1"
+    again = os.environ.get("FT_RESTARTS") == "1"
     for epoch in range(first, (again and options["early"]) or options["epochs"]):
         model.train()
         batches: Any = train

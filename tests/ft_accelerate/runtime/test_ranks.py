@@ -177,7 +177,7 @@ def test_all_others_die_while_one_catches_up_outside_of_the_quorum(
         assert " batches behind" in (tmp_path / "1.events").read_text()
         zero.kill()
         zero.wait()
-        back = run.start(0, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1", **two)
+        back = run.start(0, FT_RESTARTS="1", **two)
         run.go("past-step-3")
         run.wait(again, back)
     for key in ("digest", "step", "ticks", "lr", "accuracy", "count"):

@@ -41,7 +41,7 @@ def test_what_a_checkpoint_has_counted_is_not_counted_twice(
         for process in (zero, one):
             process.kill()
             run.wait(process, code=-signal.SIGKILL)
-        again = {"ACCELERATE_FAULT_TOLERANCE_RESTARTS": "1"}
+        again = {"FT_RESTARTS": "1"}
         zero, one = run.start(0, **again), run.start(1, **again)
         run.go("step-30")
         run.wait(zero, one)
@@ -65,7 +65,7 @@ def test_a_script_that_does_not_resume_is_warned(tmp_path: Path, lighthouse: str
             run.wait(process, code=-signal.SIGKILL)
         assert "this script starts from its beginning" not in run.output()
         run.go("step-9")
-        again = {"ACCELERATE_FAULT_TOLERANCE_RESTARTS": "1"}
+        again = {"FT_RESTARTS": "1"}
         run.wait(run.start(0, **again), run.start(1, **again))
         said = run.output()
     assert said.count("this script starts from its beginning, though the job has saved") == 1
@@ -86,7 +86,7 @@ def test_one_that_ends_before_it_is_where_its_peers_are_has_not_succeeded(
         assert run.output().count("its script ended before it was where its peers are") == 1
         run.until_held(0, "step-30")
         asked = run.events(1, "waiting", "quorum")
-        one = run.start(1, ACCELERATE_FAULT_TOLERANCE_RESTARTS="2")
+        one = run.start(1, FT_RESTARTS="2")
         run.until(lambda: run.events(1, "waiting", "quorum") > asked, "it asks again")
         run.go("step-30")
         run.wait(zero, one)

@@ -50,7 +50,7 @@ def test_a_spare_takes_over_and_the_one_that_comes_back_is_the_next(
     with running(tmp_path / "spare", lighthouse, holds=holds, **options) as run:
 
         def start(group: int, life: int) -> Process:
-            return run.start(group, GROUPS, ACCELERATE_FAULT_TOLERANCE_RESTARTS=str(life), **env)
+            return run.start(group, GROUPS, FT_RESTARTS=str(life), **env)
 
         def kill(group: int, hold: str) -> None:
             for each in range(GROUPS):

@@ -53,7 +53,7 @@ def test_killed_in_the_second_training_it_does_not_join_with_the_first(
         run.wait(one, code=-signal.SIGKILL)
         run.until_held(0, "step-2-3")
         asked = run.events(1, "waiting", "quorum")
-        again = run.start(1, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1")
+        again = run.start(1, FT_RESTARTS="1")
         run.until(lambda: run.events(1, "waiting", "quorum") > asked, "it asks for a quorum")
         run.go("step-2-3")
         run.wait(again, code=OVER_EXIT_CODE)

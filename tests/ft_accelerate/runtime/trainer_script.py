@@ -65,7 +65,7 @@ class Kill(TrainerCallback):
 
     def __init__(self) -> None:
         group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
-        life = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "")
+        life = os.environ.get("FT_RESTARTS", "")
         self.event, self.left = "", 0
         for kill in os.environ.get("TRAINER_KILLS", "").split():
             of_group, of_life, event, count = kill.split(":")
@@ -125,7 +125,7 @@ class Hold(TrainerCallback):
     def __init__(self) -> None:
         folder = os.environ.get("TRAINER_HOLD", "")
         group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
-        life = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "")
+        life = os.environ.get("FT_RESTARTS", "")
         self.holds = bool(folder) and group == "1"
         self.events = Path(os.environ.get("FT_EVENT_LOG", ""))
         self.held, self.asked = Path(folder) / "held", Path(folder) / "asked"

@@ -53,7 +53,7 @@ PARENT = """
     import os, sys
     from ft_core.launch.supervisor import supervise
 
-    def environment(index, restarts):
+    def environment(index):
         return {**os.environ, "REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": "2"}
 
     sys.exit(supervise([sys.executable, "group.py"], environment, count=2, min_alive=1,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
+from ft_core.environment import Supervision
 from ft_core.launch.board import Board
 from ft_core.launch.rank_group import group_command
 from ft_core.launch.restarts import BROKEN_EXIT_CODE, OVER_EXIT_CODE, RestartPolicy
@@ -233,10 +234,18 @@ def test_exit_code_of_a_script_that_failed_after_others_finished() -> None:
 
 # ---------------------------------------------------------------- with processes
 
+
+def test_supervision_goes_through_the_environment() -> None:
+    told = Supervision(pid=12, restarts=3, child=1, children=2)
+    assert Supervision.read(told.environment()) == told
+    assert Supervision.read({}) == Supervision()
+    assert Supervision.read({"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
+
+
 CHILD = """
 import os, sys, time
 from pathlib import Path
-index, restarts = os.environ["INDEX"], int(os.environ["RESTARTS"])
+index, restarts = os.environ["INDEX"], int(os.environ["FT_RESTARTS"])
 log = Path(sys.argv[1])
 (log / f"{index}.{restarts}").write_text(str(os.getpid()))
 """
@@ -244,8 +253,8 @@ log = Path(sys.argv[1])
 PARENT = """
 import os, sys
 from ft_core.launch.supervisor import supervise, tell_lighthouse
-def environment(index, restarts):
-    return {**os.environ, "INDEX": str(index), "RESTARTS": str(restarts)}
+def environment(index):
+    return {**os.environ, "INDEX": str(index)}
 sys.exit(supervise([sys.executable, sys.argv[1], sys.argv[2]], environment,
                    count=2, min_alive=1, max_restarts=0 if sys.argv[3] else 2,
                    on_given_up=tell_lighthouse(sys.argv[3], "job") if sys.argv[3] else None))
@@ -365,7 +374,7 @@ import os, pathlib, sys, time
 from ft_core.launch.board import slot
 from ft_core.launch.supervisor import die_with
 die_with(os.getppid())
-log, life = pathlib.Path(sys.argv[1]), os.environ["LIFE"]
+log, life = pathlib.Path(sys.argv[1]), os.environ["FT_RESTARTS"]
 def a_loader_that_hangs():
     slot().hangs(1, time.monotonic())
     time.sleep(3600)
@@ -385,8 +394,8 @@ while life == "0":
 import os, sys
 from ft_core.launch.rank_group import group_command
 from ft_core.launch.supervisor import supervise
-command = group_command([sys.executable, sys.argv[1], sys.argv[2]], 2, parent_env="PARENT")
-sys.exit(supervise(command, lambda index, restarts: {**os.environ, "LIFE": str(restarts)},
+command = group_command([sys.executable, sys.argv[1], sys.argv[2]], 2)
+sys.exit(supervise(command, lambda index: os.environ.copy(),
                    count=1, min_alive=1, max_restarts=None))
 """
     )
@@ -434,7 +443,7 @@ def test_a_rank_that_only_noticed_does_not_speak_for_its_group(broken: str) -> N
         "import os, signal, sys\n"
         f"sys.exit({BROKEN_EXIT_CODE}) if os.environ['RANK'] == sys.argv[1] else signal.pause()"
     )
-    command = group_command([sys.executable, "-c", script, broken], 2, parent_env="PARENT")
+    command = group_command([sys.executable, "-c", script, broken], 2)
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
     assert ended.returncode == -signal.SIGKILL
 
@@ -449,7 +458,7 @@ def test_a_rank_that_was_told_to_end_gives_its_group_the_time_to_end(tmp_path: P
         "time.sleep(0.5)\n"  # time for a kill that must not come
         f"open({str(done)!r}, 'w').close(); sys.exit(143)"
     )
-    command = group_command([sys.executable, "-c", script], 2, parent_env="PARENT")
+    command = group_command([sys.executable, "-c", script], 2)
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
     assert (ended.returncode, done.exists()) == (143, True)
 

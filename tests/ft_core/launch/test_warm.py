@@ -507,8 +507,8 @@ else:
 
 def test_the_ranks_of_a_group_are_forked_too(bench: Bench) -> None:
     """Of the second life; rank 0 waits for ever, and is killed when rank 1 fails."""
-    command = group_command([*bench.script(RANK), "a"], 2, parent_env="FT_PARENT")
-    env = {**bench.env, "FT_PARENT": "0"}
+    command = group_command([*bench.script(RANK), "a"], 2)
+    env = bench.env
     lives = []
     for life in (0, 1):
         process = bench.start(
@@ -538,7 +538,7 @@ def test_a_supervisor_forks_what_it_starts_again(tmp_path: Path) -> None:
         slot().join()
         slot().committed(1)
         report()
-        index, life = os.environ["FT_INDEX"], os.environ["FT_LIFE"]
+        index, life = os.environ["FT_INDEX"], os.environ["FT_RESTARTS"]
         log = pathlib.Path(sys.argv[1])
         (log / f"{index}.{life}.part").write_text(f"{os.getpid()} {warm}")
         (log / f"{index}.{life}.part").rename(log / f"{index}.{life}")
@@ -556,8 +556,8 @@ def test_a_supervisor_forks_what_it_starts_again(tmp_path: Path) -> None:
             starter.wait_ready({PATIENCE_S})
             pathlib.Path(sys.argv[1], "ready").write_text("")
         threading.Thread(target=tell, daemon=True).start()
-        def environment(index, restarts):
-            return {{**os.environ, "FT_INDEX": str(index), "FT_LIFE": str(restarts)}}
+        def environment(index):
+            return {{**os.environ, "FT_INDEX": str(index)}}
         sys.exit(supervise({child} + sys.argv[1:], environment, count=2, min_alive=1,
                            max_restarts=None, warm=starter))
         """,

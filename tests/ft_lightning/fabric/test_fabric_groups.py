@@ -605,7 +605,7 @@ def test_a_script_that_is_started_again_when_all_have_died_says_from_where_it_go
 
     assert two.run(body) == [2, 2]
     assert capsys.readouterr().err.count("all had ended") == 0
-    monkeypatch.setenv("FT_LIGHTNING_RESTARTS", "1")
+    monkeypatch.setenv("FT_RESTARTS", "1")
     assert two.run(body) == [4, 4]
     said = [line for line in capsys.readouterr().err.splitlines() if "all had ended" in line]
     wanted = {

@@ -21,7 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from ft_lightning.pytorch import FTDDPStrategy
 
 log = Path(sys.argv[1])
-life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_LIGHTNING_RESTARTS')}"
+life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_RESTARTS')}"
 
 class Model(BoringModel):
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -45,7 +45,7 @@ from lightning.fabric import Fabric
 from ft_lightning.fabric import FTDDPStrategy
 
 log = Path(sys.argv[1])
-life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_LIGHTNING_RESTARTS')}"
+life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_RESTARTS')}"
 strategy = FTDDPStrategy(keep_state_s=0.1)
 fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
 fabric.launch()
@@ -82,7 +82,7 @@ from torch.distributed.fsdp import fully_shard
 from ft_lightning.pytorch import FTFSDPStrategy
 
 log = Path(sys.argv[1])
-life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_LIGHTNING_RESTARTS')}"
+life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_RESTARTS')}"
 
 class Model(BoringModel):
     def configure_model(self):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ft_core.environment import Supervision
 from ft_core.launch.rank_group import rank_environment
 from ft_lightning.shared import launch_env, topology
 from ft_lightning.shared.launch_env import LaunchEnv, machines
@@ -25,13 +26,12 @@ def child_environment(
     env: dict[str, str], supervisor: Scope, number: int, restarts: int = 0
 ) -> dict[str, str]:
     """The environment of the supervisor's group of that number here."""
-    return launch_env.child_environment(
+    told = Supervision(pid=42, restarts=restarts).environment()
+    return told | launch_env.child_environment(
         supervisor.index + number,
         supervisor.num_groups,
         device=number * supervisor.group_size,
         lighthouse="tcp://h:1",
-        supervisor_pid=42,
-        restarts=restarts,
         job_id=supervisor.job_id,
         env=env,
     )

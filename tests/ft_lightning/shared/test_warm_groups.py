@@ -24,7 +24,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from ft_lightning.pytorch import FTDDPStrategy
 
 log = Path(sys.argv[1])
-life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_LIGHTNING_RESTARTS')}"
+life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_RESTARTS')}"
 
 class Model(BoringModel):
     def on_train_batch_end(self, *seen):

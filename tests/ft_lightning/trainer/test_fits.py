@@ -60,7 +60,7 @@ def test_a_fit_that_is_over_is_passed_over_with_its_results(
         os.kill(second.pid, signal.SIGKILL)
         run.wait(second, code=-signal.SIGKILL)
         asked = run.events(1, *ASKS)
-        counted = {"FT_LIGHTNING_RESTARTS": "1"} if place == "after:1" else {}
+        counted = {"FT_RESTARTS": "1"} if place == "after:1" else {}
         back = run.start(1, **counted)
         run.until(lambda: len(run.lines(1, "fits")) == 2, "the first fit to be passed over")
         if place == "step:2:2":  # the other would train on without it
