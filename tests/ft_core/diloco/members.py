@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ft_core.diloco.diloco import DiLoCo, LocalSGD
+from lighthouse.server import LighthouseServer
 from tests.ft_core.diloco import reference
 from tests.harness import cluster
 
@@ -61,12 +63,15 @@ class Trainer:
         position = self.manager.state_dict()
         self.history[position["step"], position["lineage"]] = digest(self.globals())
 
-    def run(self, inner_steps: int) -> None:
-        """So many inner steps inside `with`, then the end of this member."""
+    def run(self, script: int | Callable[[Trainer], object]) -> None:
+        """`script` inside `with`, or so many inner steps; then the end of this member."""
         try:
             with self.loop:
-                for _ in range(inner_steps):
-                    self.inner_step()
+                if callable(script):
+                    script(self)
+                else:
+                    for _ in range(script):
+                        self.inner_step()
         finally:
             self.close()  # an error must not leave the others waiting
 
@@ -79,6 +84,17 @@ class Trainer:
     def globals(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = self.loop.state_dict()["parameters"]
         return found
+
+
+def make_members(server: LighthouseServer, kinds: Sequence[Any], **options: Any) -> list[Trainer]:
+    """All of a job; `options`: as `Trainer`'s."""
+    expected, address = len(kinds), server.address()
+    return [Trainer(address, i, kind, expected=expected, **options) for i, kind in enumerate(kinds)]
+
+
+def run_all(trainers: Iterable[Trainer], script: int | Callable[[Trainer], object]) -> None:
+    """`Trainer.run` of each, in a thread of its own."""
+    cluster.replicas(*[partial(trainer.run, script) for trainer in trainers])
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:

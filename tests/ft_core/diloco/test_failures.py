@@ -18,7 +18,7 @@ from ft_core.diloco.schedule import Schedule, ScheduleEvent
 from ft_core.telemetry import QUORUM, WAITING, Event
 from lighthouse.errors import JoinRefused
 from tests.ft_core.diloco import reference
-from tests.ft_core.diloco.members import Trainer, check_states, failing
+from tests.ft_core.diloco.members import Trainer, check_states, failing, make_members, run_all
 from tests.ft_core.diloco.reference import Reference, network
 from tests.harness.cluster import lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S
@@ -72,11 +72,8 @@ def test_a_discarded_outer_step_returns_to_the_global_parameters(
     options = {"fragments": fragments, "fragment_sync_delay": delay} if kind is DiLoCo else {}
     kinds = [kind, failing(kind, lambda n: n % 3 == 1)]
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(server.address(), i, kinds[i], expected=2, sync_every=sync_every, **options)
-            for i in range(2)
-        ]
-        replicas(*[lambda t=t: t.run(INNER) for t in trainers])
+        trainers = make_members(server, kinds, sync_every=sync_every, **options)
+        run_all(trainers, INNER)
     parts = [f.names for f in split(network(), fragments)]
     run = Reference([0, 1], parts, local_sgd=kind is LocalSGD)
     script = Script(run, Schedule(sync_every, len(parts), delay))
@@ -102,11 +99,8 @@ def test_a_window_that_is_not_finite_is_left_out_and_costs_the_others_nothing() 
             model.a.weight.grad.fill_(float("nan"))
 
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=5, backward=backward)
-            for i in range(2)
-        ]
-        replicas(*[lambda t=t: t.run(30) for t in trainers])
+        trainers = make_members(server, [DiLoCo] * 2, sync_every=5, backward=backward)
+        run_all(trainers, 30)
     run = Reference([0, 1], [f.names for f in split(network(), None)])
     script = Script(run, Schedule(5))
 
@@ -126,9 +120,7 @@ def test_a_window_that_is_not_finite_is_left_out_and_costs_the_others_nothing() 
 def test_drop_window() -> None:
     """Three inner steps are dropped, two follow; the others see a shorter drift, no failure."""
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=5) for i in range(2)
-        ]
+        trainers = make_members(server, [DiLoCo] * 2, sync_every=5)
 
         def script_of(trainer: Trainer) -> None:
             with trainer.loop, closing_on_error(trainer):
@@ -157,11 +149,8 @@ def test_an_error_reported_in_a_window_drops_this_window() -> None:
             trainers[1].manager.report_error(ValueError("injected"))
 
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=5, backward=backward)
-            for i in range(2)
-        ]
-        replicas(*[lambda t=t: t.run(30) for t in trainers])
+        trainers = make_members(server, [DiLoCo] * 2, sync_every=5, backward=backward)
+        run_all(trainers, 30)
     assert trainers[1].loop.stats.void == 1
     for trainer in trainers:
         stats = trainer.loop.stats
@@ -172,11 +161,8 @@ def test_an_error_reported_in_a_window_drops_this_window() -> None:
 def test_a_kept_window_is_sent_again_without_the_one_that_failed() -> None:
     with lighthouse(all_join=True) as server:
         kinds = [DiLoCo, failing(DiLoCo, lambda n: n == 2)]
-        trainers = [
-            Trainer(server.address(), i, kinds[i], expected=2, sync_every=5, keep_windows=True)
-            for i in range(2)
-        ]
-        replicas(*[lambda t=t: t.run(30) for t in trainers])
+        trainers = make_members(server, kinds, sync_every=5, keep_windows=True)
+        run_all(trainers, 30)
     run = Reference([0, 1], [f.names for f in split(network(), None)])
     script = Script(run, Schedule(5))
 
@@ -387,19 +373,10 @@ def test_random_faults_leave_equal_states(seed: int) -> None:
         return failing(DiLoCo, lambda n: dice[member].random() < 0.1 and n < 20)
 
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(
-                server.address(),
-                i,
-                faulty(i),
-                expected=3,
-                backward=backward,
-                manager=manager,
-                **options,
-            )
-            for i in range(3)
-        ]
-        replicas(*[lambda t=t: t.run(90) for t in trainers])
+        trainers = make_members(
+            server, [faulty(i) for i in range(3)], backward=backward, manager=manager, **options
+        )
+        run_all(trainers, 90)
     check_states(trainers)
     assert sum(t.loop.stats.discarded for t in trainers) > 0
     for trainer in trainers:

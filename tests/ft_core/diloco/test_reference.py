@@ -10,9 +10,9 @@ import torch
 from ft_core.diloco.diloco import DiLoCo, LocalSGD
 from ft_core.diloco.fragments import split
 from ft_core.diloco.schedule import Schedule, ScheduleEvent
-from tests.ft_core.diloco.members import Trainer
+from tests.ft_core.diloco.members import Trainer, make_members, run_all
 from tests.ft_core.diloco.reference import Reference, network, trace
-from tests.harness.cluster import lighthouse, replicas
+from tests.harness.cluster import lighthouse
 
 INNER = 240
 
@@ -76,19 +76,10 @@ def test_as_the_reference(case: str, members: int) -> None:
     if kind is DiLoCo:
         options = {**options, "fragments": fragments, "fragment_sync_delay": delay}
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(
-                server.address(),
-                i,
-                kind,
-                expected=members,
-                sync_every=sync_every,
-                bucket_bytes=100,
-                **options,
-            )
-            for i in range(members)
-        ]
-        replicas(*[lambda t=t: t.run(INNER) for t in trainers])
+        trainers = make_members(
+            server, [kind] * members, sync_every=sync_every, bucket_bytes=100, **options
+        )
+        run_all(trainers, INNER)
     run = expected(
         members,
         sync_every,

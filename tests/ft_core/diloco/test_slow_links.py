@@ -14,7 +14,7 @@ from ft_core.diloco.diloco import DiLoCo
 from ft_core.diloco.fragments import split
 from ft_core.manager import WorldSizeMode
 from tests.ft_core.diloco import reference
-from tests.ft_core.diloco.members import Trainer, check_states
+from tests.ft_core.diloco.members import Trainer, check_states, make_members, run_all
 from tests.ft_core.diloco.reference import Reference, network
 from tests.harness.cluster import lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S
@@ -26,21 +26,16 @@ def test_codecs_in_diloco(codec: str, error_feedback: bool) -> None:
     """Three members, streaming: bitwise equal global state, and close to what is exact."""
     inner_steps = 48
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(
-                server.address(),
-                i,
-                DiLoCo,
-                expected=3,
-                sync_every=8,
-                fragments=2,
-                fragment_sync_delay=1,
-                codec=codec,
-                error_feedback=error_feedback,
-            )
-            for i in range(3)
-        ]
-        replicas(*[lambda t=t: t.run(inner_steps) for t in trainers])
+        trainers = make_members(
+            server,
+            [DiLoCo] * 3,
+            sync_every=8,
+            fragments=2,
+            fragment_sync_delay=1,
+            codec=codec,
+            error_feedback=error_feedback,
+        )
+        run_all(trainers, inner_steps)
     check_states(trainers)
     run = Reference([0, 1, 2], [f.names for f in split(network(), 2)])
     step = 0
@@ -68,21 +63,14 @@ def test_weights_by_samples() -> None:
     """Members with 1, 2 and 5 samples an inner step: the mean is theirs, not the members'."""
     samples = [1, 2, 5]
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=3, sync_every=4, weighted="samples")
-            for i in range(3)
-        ]
+        trainers = make_members(server, [DiLoCo] * 3, sync_every=4, weighted="samples")
 
         def script(trainer: Trainer) -> None:
-            try:
-                with trainer.loop:
-                    for _ in range(40):
-                        trainer.loop.add_samples(samples[trainer.number])
-                        trainer.inner_step()
-            finally:
-                trainer.close()
+            for _ in range(40):
+                trainer.loop.add_samples(samples[trainer.number])
+                trainer.inner_step()
 
-        replicas(*[lambda t=t: script(t) for t in trainers])
+        run_all(trainers, script)
     run = Reference([0, 1, 2], [f.names for f in split(network(), None)])
     for inner in range(1, 41):
         for member in run.members.values():
@@ -100,19 +88,14 @@ def test_weights_by_samples() -> None:
 def test_communication_hides_behind_inner_steps(codec: str | None) -> None:
     """In the overlap the collectives end although no member waits for them yet."""
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(
-                server.address(),
-                i,
-                DiLoCo,
-                expected=2,
-                sync_every=4,
-                fragment_sync_delay=2,
-                codec=codec,
-                error_feedback=codec is not None,
-            )
-            for i in range(2)
-        ]
+        trainers = make_members(
+            server,
+            [DiLoCo] * 2,
+            sync_every=4,
+            fragment_sync_delay=2,
+            codec=codec,
+            error_feedback=codec is not None,
+        )
 
         def script(trainer: Trainer) -> None:
             try:
@@ -163,19 +146,9 @@ def test_a_straggler_is_left_out_and_its_window_counts_later() -> None:
 
     watched: list[dict[str, torch.Tensor]] = []
     with lighthouse(timeout_s=1.5) as server:
-        trainers = [
-            Trainer(
-                server.address(),
-                i,
-                DiLoCo,
-                expected=3,
-                sync_every=4,
-                keep_windows=True,
-                backward=backward,
-                manager=limit,
-            )
-            for i in range(3)
-        ]
+        trainers = make_members(
+            server, [DiLoCo] * 3, sync_every=4, keep_windows=True, backward=backward, manager=limit
+        )
         load(trainers[2])
 
         def fast(trainer: Trainer) -> None:
@@ -217,18 +190,13 @@ def test_a_straggler_is_left_out_and_its_window_counts_later() -> None:
 
 def test_spares_add_nothing_and_follow() -> None:
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(
-                server.address(),
-                i,
-                DiLoCo,
-                expected=3,
-                sync_every=4,
-                manager={"min_replica_size": 2, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES},
-            )
-            for i in range(3)
-        ]
-        replicas(*[lambda t=t: t.run(40) for t in trainers])
+        trainers = make_members(
+            server,
+            [DiLoCo] * 3,
+            sync_every=4,
+            manager={"min_replica_size": 2, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES},
+        )
+        run_all(trainers, 40)
     check_states(trainers)
     run = Reference([0, 1, 2], [f.names for f in split(network(), None)])
     for inner in range(1, 41):
@@ -244,22 +212,16 @@ def test_spares_add_nothing_and_follow() -> None:
 def test_a_graceful_leave_ends_with_an_outer_step() -> None:
     """Member 1 says that it leaves; its next outer step counts, the ones after are without it."""
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=4) for i in range(2)
-        ]
+        trainers = make_members(server, [DiLoCo] * 2, sync_every=4)
 
         def script(trainer: Trainer) -> None:
-            try:
-                with trainer.loop:
-                    for inner in range(20):
-                        if trainer.number == 1 and inner == 6:
-                            trainer.manager.leave_after_step()
-                        trainer.inner_step()
-                    assert trainer.loop.sync() is (trainer.number == 0)
-            finally:
-                trainer.close()
+            for inner in range(20):
+                if trainer.number == 1 and inner == 6:
+                    trainer.manager.leave_after_step()
+                trainer.inner_step()
+            assert trainer.loop.sync() is (trainer.number == 0)
 
-        replicas(*[lambda t=t: script(t) for t in trainers])
+        run_all(trainers, script)
     assert [t.loop.stats.committed for t in trainers] == [6, 2]
     assert [t.loop.stats.discarded for t in trainers] == [0, 0]
     run = Reference([0, 1], [f.names for f in split(network(), None)])
@@ -277,29 +239,16 @@ def test_a_graceful_leave_ends_with_an_outer_step() -> None:
 
 def test_sync_is_a_whole_window_now() -> None:
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(
-                server.address(),
-                i,
-                DiLoCo,
-                expected=2,
-                sync_every=9,
-                fragments=3,
-                fragment_sync_delay=1,
-            )
-            for i in range(2)
-        ]
+        trainers = make_members(
+            server, [DiLoCo] * 2, sync_every=9, fragments=3, fragment_sync_delay=1
+        )
 
         def script(trainer: Trainer) -> None:
-            try:
-                with trainer.loop:
-                    for _ in range(5):  # the second fragment is on its way
-                        trainer.inner_step()
-                    assert trainer.loop.sync()
-            finally:
-                trainer.close()
+            for _ in range(5):  # the second fragment is on its way
+                trainer.inner_step()
+            assert trainer.loop.sync()
 
-        replicas(*[lambda t=t: script(t) for t in trainers])
+        run_all(trainers, script)
     for trainer in trainers:
         assert trainer.manager.current_step() == 1 + 1 + 3
         for name, value in trainer.globals().items():
@@ -311,10 +260,7 @@ def test_an_exception_in_the_loop_drops_what_is_on_its_way() -> None:
     """Member 1 raises in the overlap: it is back at the global parameters, and 0 goes on. What was
     on its way 0 commits alone, if it has arrived before the other is gone, and discards if not."""
     with lighthouse(all_join=True) as server:
-        trainers = [
-            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=4, fragment_sync_delay=1)
-            for i in range(2)
-        ]
+        trainers = make_members(server, [DiLoCo] * 2, sync_every=4, fragment_sync_delay=1)
 
         def script(trainer: Trainer) -> None:
             try:

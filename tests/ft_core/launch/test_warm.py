@@ -492,7 +492,7 @@ warm = "tinylib" in sys.modules
 import tinylib
 from ft_core.launch.board import slot
 said = (sys.argv[1:], os.environ["RANK"], os.environ["WORLD_SIZE"],
-        os.getppid() == int(os.environ["FT_PARENT"]), warm, len(os.listdir("/proc/self/task")))
+        os.getppid() == int(os.environ["FT_SUPERVISOR"]), warm, len(os.listdir("/proc/self/task")))
 os.write(1, f"{said}\\n".encode())  # in one piece, between those of the other rank
 if os.environ["FT_LIFE"] == "0":
     from ft_core.launch.warm.learn import report
