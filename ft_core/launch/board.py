@@ -144,7 +144,10 @@ class Board:
 
 
 class Slot:
-    """A child's end. Any thread; costs no system call but for `joined` and `hung`."""
+    """A child's end. Any thread; costs no system call but for `joined` and `hung`.
+
+    Without arguments: of a process that no supervisor has started. What it says is then in memory of its own.
+    """
 
     def __init__(
         self,
@@ -154,23 +157,25 @@ class Slot:
         *,
         whole: bool = False,
     ) -> None:
-        self._memory, self._wake, self._at = memory, wake, child * _SLOT_BYTES
-        self._whole = whole
+        self._memory = memory or mmap.mmap(-1, 2 * _SLOT_BYTES)  # its own slot, and the keeper's
+        self._wake, self._at, self._whole = wake, child * _SLOT_BYTES, whole
+        self._keepers_at = len(self._memory) - _SLOT_BYTES
+        self.there = memory is not None
+        """Whether a supervisor has started this process. Read only."""
         self._joined, self._commits = False, 0
 
     def join(self) -> None:
         """This process takes part in a quorum of the training. Call it before the first vote, hence
         before any peer that it trains with can finish. Idempotent."""
-        if not self._joined and self._memory is not None:
+        if not self._joined:
             self._joined = True
             self._set(_JOINED_AT, True)
             self._tell()
 
     def committed(self, step: int) -> None:
         """A step of the training was committed."""
-        if self._memory is not None:
-            self._commits += 1
-            _PROGRESS.pack_into(self._memory, self._at + _PROGRESS_AT, step, self._commits)
+        self._commits += 1
+        _PROGRESS.pack_into(self._memory, self._at + _PROGRESS_AT, step, self._commits)
 
     def leads(self, yes: bool) -> None:
         """Whether this process writes for all. Rank 0 of a replica group calls it."""
@@ -182,25 +187,19 @@ class Slot:
 
     def failed(self, error: str) -> None:
         """The error with which this process ends, for the supervisor's last line."""
-        if self._memory is not None:
-            at = self._at + _ERROR_AT
-            line = " ".join(error.split()).encode()[: _ERROR_BYTES - 1]
-            self._memory[at : at + len(line) + 1] = line + b"\0"
-
-    @property
-    def there(self) -> bool:
-        """Whether a supervisor has started this process."""
-        return self._memory is not None
+        at = self._at + _ERROR_AT
+        line = " ".join(error.split()).encode()[: _ERROR_BYTES - 1]
+        self._memory[at : at + len(line) + 1] = line + b"\0"
 
     @property
     def whole(self) -> bool:
         """Whether one supervisor has all replica groups of the job."""
-        return self._memory is not None and self._whole
+        return self.there and self._whole
 
     def takes_over(self) -> bool:
         """Whether this process, whose training is over, has to write now: the one that did is dead,
         and this is the first that is left. Never where other machines train, too: it can't see them."""
-        if self._memory is None or not self._whole:
+        if not self.whole:
             return False
         living = [
             at for at in range(0, len(self._memory), _SLOT_BYTES) if not self._get(at + _DEAD_AT)
@@ -216,9 +215,7 @@ class Slot:
             time.sleep(LEADER_LOOK_S)
 
     def _leader_writes(self) -> bool:
-        if self._memory is None or not self._whole:
-            return False
-        return any(
+        return self.whole and any(
             self._get(at + _LEADS_AT)
             and not self._get(at + _OVER_AT)
             and not self._get(at + _DEAD_AT)
@@ -228,7 +225,7 @@ class Slot:
     def tell(self, card: Mapping[str, Any], rank: int = 0) -> bool:
         """Put the card of a rank of this child on the board; False: there is no board, or it does not fit."""
         text = json.dumps(card).encode()
-        if self._memory is None or _CARD.size + len(text) > _CARD_BYTES or rank >= _RANKS:
+        if not self.there or _CARD.size + len(text) > _CARD_BYTES or rank >= _RANKS:
             return False
         at = self._at + _CARDS_AT + rank * _CARD_BYTES
         self._memory[at + _CARD.size : at + _CARD.size + len(text)] = text
@@ -237,74 +234,56 @@ class Slot:
 
     def cards(self) -> dict[int, dict[str, Any]]:
         """The cards of the first ranks of children that are not known to be dead, by their number."""
-        count = 0 if self._memory is None else len(self._memory) // _SLOT_BYTES - 1
-        found = {child: self.card(child) for child in range(count)}
+        found = {child: self.card(child) for child in range(self._keepers_at // _SLOT_BYTES)}
         return {child: card for child, card in found.items() if card is not None}
 
     def card(self, child: int, rank: int = 0) -> dict[str, Any] | None:
         """The card of a rank of a child; None: it has none, is known to be dead, or is just writing."""
         at = child * _SLOT_BYTES
-        if self._memory is None or self._get(at + _DEAD_AT):
-            return None
-        return _card_in(self._memory, at, rank)
+        return None if self._get(at + _DEAD_AT) else _card_in(self._memory, at, rank)
 
     def step_of(self, child: int) -> int:
         """The step of a child's last commit; -1: none."""
-        assert self._memory is not None
         step: int = _PROGRESS.unpack_from(self._memory, child * _SLOT_BYTES + _PROGRESS_AT)[0]
         return step
 
     def keepers_card(self, rank: int = 0) -> dict[str, Any] | None:
         """What the keeper has said about a rank's part; None: nothing, or it is just being written."""
-        if self._memory is None:
-            return None
-        return _card_in(self._memory, len(self._memory) - _SLOT_BYTES, rank)
+        return _card_in(self._memory, self._keepers_at, rank)
 
     def forget_kept(self, parts: int) -> None:
         """K4: no process begins with what the keeper holds, until it has shown another version. Any
         process; `disowned` has changed before what it holds is gone."""
-        if self._memory is None:
-            return
-        at = len(self._memory) - _SLOT_BYTES
-        _FLAG.pack_into(self._memory, at + _DISOWNED_AT, self.disowned + 1)
+        _FLAG.pack_into(self._memory, self._keepers_at + _DISOWNED_AT, self.disowned + 1)
         for rank in range(parts):
-            _CARD.pack_into(self._memory, at + _CARDS_AT + rank * _CARD_BYTES, 0, 0)
+            _CARD.pack_into(self._memory, self._keepers_at + _CARDS_AT + rank * _CARD_BYTES, 0, 0)
 
     @property
     def disowned(self) -> int:
         """Changes with each `forget_kept`."""
-        if self._memory is None:
-            return 0
-        count: int = _FLAG.unpack_from(
-            self._memory, len(self._memory) - _SLOT_BYTES + _DISOWNED_AT
-        )[0]
+        count: int = _FLAG.unpack_from(self._memory, self._keepers_at + _DISOWNED_AT)[0]
         return count
 
     def others_train(self) -> bool:
         """Whether another process of this supervisor takes part in a quorum, as far as is known."""
-        if self._memory is None:
-            return False
         others = [at for at in range(0, len(self._memory), _SLOT_BYTES) if at != self._at]
         return any(self._get(at + _JOINED_AT) and not self._get(at + _DEAD_AT) for at in others)
 
     def _get(self, at: int) -> bool:
-        assert self._memory is not None
         return bool(_FLAG.unpack_from(self._memory, at)[0])
 
     def _set(self, flag: int, yes: bool) -> None:
-        if self._memory is not None:
-            _FLAG.pack_into(self._memory, self._at + flag, yes)
+        _FLAG.pack_into(self._memory, self._at + flag, yes)
 
     def hangs(self, rank: int, until: float) -> None:
         """The loop of `rank` hangs, and is to be back by `until` (`time.monotonic()`); 0: it is."""
-        if self._memory is not None:
-            at = self._at + _RANKS_AT + rank % _RANKS * _HUNG.size
-            _HUNG.pack_into(self._memory, at, until)
-            if until:
-                self._tell()
+        _HUNG.pack_into(self._memory, self._at + _RANKS_AT + rank % _RANKS * _HUNG.size, until)
+        if until:
+            self._tell()
 
     def _tell(self) -> None:
-        with contextlib.suppress(OSError):  # the supervisor is gone, and so will be this process
+        # There is no supervisor, or it is gone, and so will be this process.
+        with contextlib.suppress(OSError):
             os.write(self._wake, b"\n")
 
 
