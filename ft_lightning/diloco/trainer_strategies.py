@@ -35,7 +35,7 @@ from ft_lightning.diloco import inner_steps
 from ft_lightning.diloco.inner_steps import DiLoCoArguments, InnerSteps, LocalSGDArguments
 from ft_lightning.shared.step_collectives import zero_loss
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.batches import BATCHES, PARTS, Batches, Origin, epochs_done
+from ft_lightning.trainer.batches import BATCHES, PARTS, Batches
 from ft_lightning.trainer.leader import refuse_search
 from ft_lightning.trainer.saves import copied
 from ft_lightning.trainer.strategy import FTDDPMixin
@@ -227,15 +227,9 @@ class InnerDriver:
         inner_steps.keep_own_moments(state["checkpoint"], trainer)
         self.restoring = True
         try:
-            epoch_before = healing.restore(trainer, state)
+            healing.restore(trainer, state, self._batches, self._hooks)
         finally:
             self.restoring = False
-        if epochs_done(trainer) != epoch_before:
-            # What was logged in the epoch that this group was in is not of this one.
-            trainer.fit_loop.epoch_loop._results.reset()
-            self._hooks("on_train_epoch_start")
-        self._batches.origin = Origin(*state["origin"])
-        self._batches.jump(trainer)
         if self._place is _Place.BATCH_END:
             # The loop is about to count this batch, too.
             loop = trainer.fit_loop.epoch_loop

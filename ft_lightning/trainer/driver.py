@@ -58,7 +58,7 @@ from ft_lightning.shared.step_collectives import (
     zero_loss,
 )
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.batches import Batches, DataShare, Origin, epochs_done, rewind_counters
+from ft_lightning.trainer.batches import Batches, DataShare, rewind_counters
 from ft_lightning.trainer.decisions import Decisions
 
 log = logging.getLogger("ft_lightning")
@@ -489,15 +489,7 @@ class StepDriver:
             self._manager.report_error(RuntimeError("fell behind in the middle of a batch"))
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Go to a peer's place in epoch and data."""
-        trainer = self._trainer
-        epoch_before = healing.restore(trainer, state)
-        if epochs_done(trainer) != epoch_before:
-            # What was logged in the epoch that this group was in is not of this one.
-            trainer.fit_loop.epoch_loop._results.reset()
-            self._hooks("on_train_epoch_start")
-        self._batches.origin = Origin(*state["origin"])
-        self._batches.jump(trainer, state["data"])
+        healing.restore(self._trainer, state, self._batches, self._hooks)
         self._put_gradients(state["gradients"])
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -8,6 +8,7 @@ only difference is that the fit is running already.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from ft_core.config import JobOptions
 from ft_core.heal import digest
 from ft_core.shell.intra_group import IntraGroup
 from ft_lightning.trainer.batches import (
+    Batches,
+    Origin,
     batches_done,
     capture_counters,
     epochs_done,
@@ -103,10 +106,13 @@ def set_aside(trainer: Any, state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Any, state: dict[str, Any]) -> int:
-    """Put a dumped state in place; the loop's thread. Counters are those of the boundary then.
+def restore(
+    trainer: Any, state: dict[str, Any], batches: Batches, hooks: Callable[[str], None]
+) -> None:
+    """Put a dumped state in place, and go to its place in epoch and data; the loop's thread. Counters are
+    those of the boundary then.
 
-    Returns the epoch that the Trainer was in before. Does not touch the data: see `Batches.jump`.
+    `hooks(name)` calls the callbacks' and the module's hook of that name.
     """
     epoch_before = epochs_done(trainer)
     checkpoint = state["checkpoint"]
@@ -131,7 +137,12 @@ def restore(trainer: Any, state: dict[str, Any]) -> int:
         batches_done(trainer),
         trainer.global_step,
     )
-    return epoch_before
+    if epochs_done(trainer) != epoch_before:
+        # What was logged in the epoch that this group was in is not of this one.
+        trainer.fit_loop.epoch_loop._results.reset()
+        hooks("on_train_epoch_start")
+    batches.origin = Origin(*state["origin"])
+    batches.jump(trainer, state.get("data", ()))
 
 
 def _adopt_directories(trainer: Any, states: dict[str, Any]) -> None:
