@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import date
 from multiprocessing.context import SpawnContext
@@ -82,6 +84,24 @@ def of_two_processes(
     for process in workers:
         process.join(60)
     return both
+
+
+def start_lighthouse(
+    *options: str, host: str = "127.0.0.1", under: Sequence[str] = ()
+) -> tuple[subprocess.Popen[str], str]:
+    """A lighthouse in a process of its own, and its address. `under`: the command that runs it, as one that
+    puts it into another network."""
+    process = subprocess.Popen(
+        [*under, sys.executable, "-m", "lighthouse", "--bind", f"tcp://{host}:0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+    )
+    assert process.stdout is not None
+    address = process.stdout.readline().split()[-1]
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    return process, address
 
 
 def torchft_version() -> str | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import common
 from common import arguments, report
 from diloco_network import Link
 
@@ -235,25 +236,8 @@ def measure(link: Link, pair: Pair, mode: Mode) -> dict[str, Any]:
 
 
 def start_lighthouse(link: Link) -> tuple[str, Callable[[], None]]:
-    process = subprocess.Popen(
-        link.command(
-            0,
-            sys.executable,
-            "-m",
-            "lighthouse",
-            "--bind",
-            f"tcp://{link.addresses[0]}:0",
-            "--min-replicas",
-            "2",
-            "--expected-replicas",
-            "2",
-        ),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
-    )
-    assert process.stdout is not None
-    address = process.stdout.readline().split()[-1]
+    two = "--min-replicas", "2", "--expected-replicas", "2"
+    process, address = common.start_lighthouse(*two, host=link.addresses[0], under=link.command(0))
 
     def stop() -> None:
         process.terminate()

@@ -9,16 +9,14 @@ benchmarks/heal.py.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import arguments, report
+from common import arguments, report, start_lighthouse
 
 
 def resident_mib(pid: int) -> float:
@@ -29,27 +27,6 @@ def resident_mib(pid: int) -> float:
     raise OSError("no Pss in smaps_rollup")
 
 
-def start_lighthouse(expected: int) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "lighthouse",
-            "--bind",
-            "tcp://127.0.0.1:0",
-            "--expected-replicas",
-            str(expected),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    address = process.stdout.readline().split()[-1]
-    threading.Thread(target=process.stdout.read, daemon=True).start()
-    return process, address
-
-
 def lighthouse_with(replicas: int) -> float:
     """MiB of a lighthouse with that many members."""
     import zmq
@@ -58,7 +35,7 @@ def lighthouse_with(replicas: int) -> float:
     from lighthouse.config import Timeouts
     from lighthouse.wire.messages import JobKey, Join, Quorum, Waiting
 
-    process, address = start_lighthouse(max(replicas, 1))
+    process, address = start_lighthouse("--expected-replicas", str(max(replicas, 1)))
     context: Any = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 8 * replicas + 64)
     links, joins = [], []
@@ -98,7 +75,7 @@ def training_process() -> dict[str, float]:
     group = ProcessGroupGloo()
     weights = torch.zeros(85_000)
     before = resident_mib(os.getpid())
-    process, address = start_lighthouse(1)
+    process, address = start_lighthouse("--expected-replicas", "1")
     manager = Manager(
         group,
         lambda state: None,

@@ -29,7 +29,7 @@ from typing import Any
 import zmq
 
 # The script's own directory is on the path when it runs as a script.
-from common import arguments, report
+from common import arguments, report, start_lighthouse
 
 from lighthouse.client import SERVICE
 from lighthouse.wire import codec
@@ -56,21 +56,10 @@ PATIENCE_MS = 120_000
 @contextmanager
 def lighthouse() -> Iterator[str]:
     """Address of a lighthouse in a process of its own; torchft's default heartbeat timeout."""
-    command = [
-        sys.executable,
-        "-m",
-        "lighthouse",
-        "--bind",
-        "tcp://127.0.0.1:0",
-        "--quiet",
-        "--join-timeout",
-        "60",
-        "--heartbeat-timeout",
-        "5",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().split()[-1]
+    limits = "--join-timeout", "60", "--heartbeat-timeout", "5"
+    process, address = start_lighthouse("--quiet", *limits)
+    with process:
+        yield address
         process.kill()
 
 

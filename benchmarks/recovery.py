@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import itertools
 
+import common
 from common import arguments, report, torchft_version
 
 STEP_S = 0.05
@@ -308,25 +309,8 @@ def _gaps(commits: list[float], start: float, end: float) -> float:
 def start_lighthouse(case: Case) -> tuple[Any, str]:
     if case.peer == "ours":
         host = OUTSIDE if case.fault == "link down" else "127.0.0.1"
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "lighthouse",
-                "--bind",
-                f"tcp://{host}:0",
-                "--min-replicas",
-                "1",
-                "--expected-replicas",
-                str(case.replicas),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert process.stdout is not None
-        address = process.stdout.readline().split()[-1]
-        threading.Thread(target=process.stdout.read, daemon=True).start()
+        expected = "--expected-replicas", str(case.replicas)
+        process, address = common.start_lighthouse(*expected, host=host)
 
         def stop() -> None:
             process.terminate()

@@ -46,7 +46,24 @@ def build(widths: tuple[int, int, int]) -> Any:
     return nn.Sequential(nn.Linear(inside, hidden), nn.ReLU(), nn.Linear(hidden, outside))
 
 
-class Plain:
+class Training:
+    """One of those below: a model, its optimizer, and for all but torch's own DDP a manager."""
+
+    manager: Any = None
+    model: Any
+    optimizer: Any
+
+    def step(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch).square().mean().backward()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.shutdown()
+
+
+class Plain(Training):
     """torch's own DDP."""
 
     def __init__(self, rank: int, widths: tuple[int, int, int], ports: dict[str, Any]) -> None:
@@ -60,16 +77,8 @@ class Plain:
         self.model = torch.nn.parallel.DistributedDataParallel(build(widths))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
-    def step(self, batch: Any) -> None:
-        self.optimizer.zero_grad()
-        self.model(batch).square().mean().backward()
-        self.optimizer.step()
 
-    def close(self) -> None:
-        pass
-
-
-class Ours:
+class Ours(Training):
     """ft_core: Manager, DistributedDataParallel, Optimizer, commit over the quorum."""
 
     def __init__(self, rank: int, widths: tuple[int, int, int], ports: dict[str, Any]) -> None:
@@ -104,16 +113,8 @@ class Ours:
 
         self.manager.should_commit = timed  # type: ignore[method-assign]
 
-    def step(self, batch: Any) -> None:
-        self.optimizer.zero_grad()
-        self.model(batch).square().mean().backward()
-        self.optimizer.step()
 
-    def close(self) -> None:
-        self.manager.shutdown()
-
-
-class Torchft:
+class Torchft(Training):
     """torchft, as its README uses it."""
 
     def __init__(self, rank: int, widths: tuple[int, int, int], ports: dict[str, Any]) -> None:
@@ -138,14 +139,6 @@ class Torchft:
         model = build(widths)
         self.model = DistributedDataParallel(self.manager, model)
         self.optimizer = Optimizer(self.manager, torch.optim.SGD(model.parameters(), lr=1e-3))
-
-    def step(self, batch: Any) -> None:
-        self.optimizer.zero_grad()
-        self.model(batch).square().mean().backward()
-        self.optimizer.step()
-
-    def close(self) -> None:
-        self.manager.shutdown()
 
 
 def worker(
