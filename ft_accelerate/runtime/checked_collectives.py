@@ -13,7 +13,7 @@ all processes begin with headers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -98,11 +98,11 @@ class CheckedCollectives:
     on_headers: Callable[[dict[int, bool]], None] | None = None
     in_group: Callable[[Any], list[Any]] | None = None
 
-    def check(self, nbytes: int = 0, shape: Sequence[int] = ()) -> list[Header | None] | None:
+    def check(self, nbytes: int = 0, shape: Sequence[int] = ()) -> dict[int, Header] | None:
         """Exchange headers; the first collective of an attempt.
 
-        Returns each process's header; None in place of one that is away. Returns None if the
-        attempt has failed. Raises Diverged if it is this process that has diverged.
+        Returns the headers of the processes that contribute, by their index and in its order; None if
+        the attempt has failed. Raises Diverged if it is this process that has diverged.
         """
         mine = Header(self.kind.value, self.event, nbytes, hash(tuple(shape)) % (1 << 31))
         known = exchange_headers(
@@ -131,13 +131,11 @@ class CheckedCollectives:
             return None
         # A process that has just come back may bring a tensor that it made (padded, say) when it
         # did not count yet. It does not count in this operation either.
-        return [
-            found[index][0]
-            if index in found
-            and (found[index][0].shape == right.shape or found[index][1] > JUST_BACK_EVENTS)
-            else None
-            for index in range(self.num_processes)
-        ]
+        return {
+            index: header
+            for index, (header, agreed) in sorted(found.items())
+            if header.shape == right.shape or agreed > JUST_BACK_EVENTS
+        }
 
     def rows(self, payload: Tensor, nbytes: int) -> Tensor:
         """`payload` (bytes, up to `nbytes` of them) of every process: shape (num_processes, nbytes)."""
@@ -178,15 +176,10 @@ Attempt = Callable[[CheckedCollectives], Any]
 """Does an operation once. What it returns counts if the attempt is committed."""
 
 
-def check_alike(headers: Sequence[Header | None], what: str) -> None:
+def check_alike(headers: Mapping[int, Header], what: str) -> None:
     """Raise ValueError unless all processes bring the same shape."""
-    if len({header[2:] for header in headers if header is not None}) > 1:
+    if len({header[2:] for header in headers.values()}) > 1:
         raise ValueError(
             f"{what} needs a tensor of the same shape and type from every process: use "
             "accelerator.pad_across_processes before it"
         )
-
-
-def present(headers: Sequence[Header | None]) -> dict[int, Header]:
-    """The headers of the processes that contribute, by their index."""
-    return {index: header for index, header in enumerate(headers) if header is not None}

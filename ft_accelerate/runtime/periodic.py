@@ -21,7 +21,7 @@ from accelerate.local_sgd import LocalSGD as StockLocalSGD
 from torch import Tensor
 
 from ft_accelerate.runtime import process as processes
-from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Kind, present
+from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Kind
 from ft_accelerate.runtime.runtime import Runtime
 from ft_core.diloco.diloco import OuterOptimizerStep, ParameterMean, nesterov
 from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, describe, split
@@ -273,7 +273,7 @@ class _Operation:
         headers = collectives.check(self._fingerprint())
         if headers is None:
             return None
-        if len({header.nbytes for header in present(headers).values()}) > 1:
+        if len({header.nbytes for header in headers.values()}) > 1:
             raise ValueError(
                 "the replica groups average parameters with different settings or models, this one "
                 f"with {self._settings}: start all of them with the same script and options"

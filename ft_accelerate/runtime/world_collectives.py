@@ -28,7 +28,6 @@ from ft_accelerate.runtime.checked_collectives import (
     CheckedCollectives,
     Kind,
     check_alike,
-    present,
 )
 from ft_accelerate.runtime.leadership import LIBRARIES
 from ft_accelerate.runtime.process import active, current
@@ -97,11 +96,10 @@ def _rows(tensor: Tensor) -> list[Tensor]:
     payload = _bytes(tensor)
 
     def attempt(collectives: CheckedCollectives) -> list[Tensor] | None:
-        headers = collectives.check(payload.numel(), _signature(tensor))
-        if headers is None:
+        here = collectives.check(payload.numel(), _signature(tensor))
+        if here is None:
             return None
-        check_alike(headers, "gather")
-        here = present(headers)
+        check_alike(here, "gather")
         nbytes = next(iter(here.values())).nbytes
         rows = [_typed(row, tensor) for row in collectives.rows(payload, nbytes).unbind()]
         contributors = list(here)
@@ -132,11 +130,10 @@ def all_reduce(
     kind = Kind.SUM if op == ReduceOp.SUM else Kind.MAX
 
     def attempt(collectives: CheckedCollectives) -> Tensor | None:
-        headers = collectives.check(tensor.nbytes, _signature(tensor))
-        if headers is None:
+        here = collectives.check(tensor.nbytes, _signature(tensor))
+        if here is None:
             return None
-        check_alike(headers, "reduce")
-        here = present(headers)
+        check_alike(here, "reduce")
         nbytes = next(iter(here.values())).nbytes
         mine = tensor if tensor.nbytes == nbytes else _typed(_bytes(tensor), tensor, nbytes)
         if collectives.process_index not in here:
@@ -160,11 +157,10 @@ def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = 
     payload = _bytes(tensor)
 
     def attempt(collectives: CheckedCollectives) -> Tensor | None:
-        headers = collectives.check(payload.numel(), _signature(tensor))
-        if headers is None:
+        here = collectives.check(payload.numel(), _signature(tensor))
+        if here is None:
             return None
-        check_alike(headers, "broadcast")
-        here = present(headers)
+        check_alike(here, "broadcast")
         source = src if src in here else next(iter(here))
         return _typed(collectives.from_one(payload, here[source].nbytes, source), tensor)
 
@@ -184,10 +180,9 @@ def make_alike(module: torch.nn.Module) -> None:
     payload = torch.cat([_bytes(tensor) for tensor in tensors])
 
     def attempt(collectives: CheckedCollectives) -> Tensor | None:
-        headers = collectives.check(payload.numel())
-        if headers is None:
+        here = collectives.check(payload.numel())
+        if here is None:
             return None
-        here = present(headers)
         if len({header.nbytes for header in here.values()}) > 1:
             raise ValueError("the replica groups prepare models of different sizes")
         return collectives.from_one(payload, payload.numel(), next(iter(here)))
@@ -232,10 +227,9 @@ def _objects(mine: bytes) -> list[bytes]:
     absent = [b""] * runtime.num_processes
 
     def attempt(collectives: CheckedCollectives) -> list[bytes] | None:
-        headers = collectives.check(len(mine))
-        if headers is None:
+        here = collectives.check(len(mine))
+        if here is None:
             return None
-        here = present(headers)
         table = collectives.rows(payload, max(header.nbytes for header in here.values())).cpu()
         texts = [*absent]
         for index, header in here.items():
