@@ -44,9 +44,9 @@ _FLAG, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Stru
 _JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT, _DEAD_AT, _DISOWNED_AT = 0, 8, 24, 32, 40, 48
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Seen:
-    """What a child's slot says.
+    """What a child's slot says, and what its supervisor goes by.
 
     Attributes:
         joined: it has taken part in a quorum.
@@ -59,12 +59,12 @@ class Seen:
         error: with which it ends, in one line; "": it has told none.
     """
 
-    joined: bool
-    step: int
-    commits: int
-    leads: bool
-    over: bool
-    hung_until: float
+    joined: bool = False
+    step: int = -1
+    commits: int = 0
+    leads: bool = False
+    over: bool = False
+    hung_until: float = 0.0
     error: str = ""
 
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from ft_core.environment import Supervision
 from ft_core.launch import kept_files
-from ft_core.launch.board import DUMP_SIGNAL, Board
+from ft_core.launch.board import DUMP_SIGNAL, Board, Seen
 from ft_core.launch.keeping import Keeping
 from ft_core.launch.kept import Card
 from ft_core.launch.restarts import (
@@ -64,17 +64,12 @@ class Child:
         number: of the replica group in the whole job, for messages; -1 means `index`.
         restarts: how often it was restarted.
         restart_at: when it is restarted (`time.monotonic()`), or None.
-        joined: whether the process that runs (or ended last) has taken part in a quorum.
-        joined_at: since when; None: it has not.
-        step, commits: of that process: where it stands (-1: nowhere), and how many steps it made.
-        leads: that process writes for all, or did when it ended.
-        over: its training has ended.
-        hung_until: when its loop, which hangs, must be back; 0: it does not hang.
+        seen: what the process that runs (or ended last) has told.
+        joined_at: since when that has taken part in a quorum; None: it has not.
         kill_at: when it is killed, having printed its stacks.
         exit_code: of the last process that ended, as Popen's: negative for a signal.
         given_up: it will not run again, and that was told.
         history: how its processes ended that failed.
-        error: with which its process ended, as far as it has told.
     """
 
     index: int
@@ -82,18 +77,12 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     restart_at: float | None = None
-    joined: bool = False
+    seen: Seen = field(default_factory=Seen)
     joined_at: float | None = None
-    step: int = -1
-    commits: int = 0
-    leads: bool = False
-    over: bool = False
-    hung_until: float = 0.0
     kill_at: float | None = None
     exit_code: int | None = None
     given_up: bool = False
     history: History = ()
-    error: str = ""
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -148,29 +137,31 @@ class Roster:
     def ended(self, child: Child, exit_code: int, now: float, kept: int = -1) -> str:
         """Record the end of a child's process; returns a sentence: what happened, what follows.
 
-        The child's `step` and `commits` are those of the process that has ended. `kept`: see `Death`.
+        What the child has `seen` is of the process that has ended. `kept`: see `Death`.
         """
         hung, child.kill_at = child.kill_at is not None, None
-        child.process, child.exit_code, child.hung_until = None, exit_code, 0.0
+        child.process, child.exit_code, child.seen.hung_until = None, exit_code, 0.0
         how = f"replica group {child.number} {_how(exit_code, hung)}"
         if self.fault is not None:
             return how
         if exit_code == OVER_EXIT_CODE:
             return f"replica group {child.number} came too late: the training is over"
-        self.commits += child.commits
+        self.commits += child.seen.commits
         trained_s = 0.0 if child.joined_at is None else now - child.joined_at
-        kept = -1 if child.over else kept
-        death = Death(now, exit_code, child.step, trained_s, self._all_commits(), kept=kept)
-        child.commits = 0
+        kept = -1 if child.seen.over else kept
+        death = Death(now, exit_code, child.seen.step, trained_s, self._all_commits(), kept=kept)
+        child.seen.commits = 0
         others = [c for c in self.children if c is not child]
-        if exit_code and not child.over and child in self.witnesses:
+        if exit_code and not child.seen.over and child in self.witnesses:
             self.witnesses.remove(child)
-        if exit_code and child.leads and not self.policy.elsewhere:
+        if exit_code and child.seen.leads and not self.policy.elsewhere:
             self.unwritten = child.number, exit_code
             self.witnesses = [
-                c for c in others if c.over or (c.joined and (c.running or c.exit_code == 0))
+                c
+                for c in others
+                if c.seen.over or (c.seen.joined and (c.running or c.exit_code == 0))
             ]
-        child.leads = child.leads and exit_code == 0
+        child.seen.leads = child.seen.leads and exit_code == 0
         if exit_code == 0:
             return f"replica group {child.number} has finished"
         child.history = (*child.history[-REMEMBERED:], death)
@@ -180,7 +171,7 @@ class Roster:
                 "to heal from"
             )
         histories = [c.history for c in self.children]
-        lives = [c.commits if c.running else None for c in self.children]
+        lives = [c.seen.commits if c.running else None for c in self.children]
         verdict = self.policy.after(histories, self.children.index(child), lives)
         if isinstance(verdict, Again):
             child.history = (*child.history[:-1], replace(death, level=verdict.level))
@@ -204,16 +195,16 @@ class Roster:
         return any(c.exit_code == 0 and not c.running for c in self.children)
 
     def _all_commits(self) -> int:
-        return self.commits + sum(c.commits for c in self.children if c.running)
+        return self.commits + sum(c.seen.commits for c in self.children if c.running)
 
     def too_late(self) -> list[Child]:
         """Children that run in vain: others have trained to the end before these joined, so that
         these would start from scratch, alone. Not those that have found their training over."""
-        if not any(c.exit_code == 0 and not c.running and c.joined for c in self.children):
+        if not any(c.exit_code == 0 and not c.running and c.seen.joined for c in self.children):
             return []
         for child in self.children:
             child.restart_at = None
-        return [c for c in self.children if c.running and not (c.joined or c.over)]
+        return [c for c in self.children if c.running and not (c.seen.joined or c.seen.over)]
 
     def due(self, now: float) -> list[Child]:
         """Children to restart now; marks them as restarted."""
@@ -221,8 +212,7 @@ class Roster:
         for child in due:
             child.restart_at = None
             child.restarts += 1
-            child.joined, child.joined_at, child.step, child.commits = False, None, -1, 0
-            child.leads = child.over = False
+            child.seen, child.joined_at = Seen(), None
         return due
 
     def hanging(self, now: float) -> list[Child]:
@@ -235,9 +225,9 @@ class Roster:
     def _back_by(self, child: Child) -> float:
         """When the loop of a child must be back, if it hangs: at once, if another has trained to the end,
         since it would find the training over."""
-        if not (child.running and child.hung_until and child.kill_at is None):
+        if not (child.running and child.seen.hung_until and child.kill_at is None):
             return math.inf
-        return 0.0 if self._finished() and not child.over else child.hung_until
+        return 0.0 if self._finished() and not child.seen.over else child.seen.hung_until
 
     def doomed(self, now: float) -> list[Child]:
         """Children to kill now, since they hang; each once."""
@@ -258,7 +248,7 @@ class Roster:
         """Children that will not run again, and have not trained to the end; each is named once."""
         lost = [c for c in self.children if c.exit_code is not None and not c.given_up]
         lost = [c for c in lost if not c.running and c.restart_at is None]
-        lost = [c for c in lost if c.exit_code not in (0, OVER_EXIT_CODE) or not c.joined]
+        lost = [c for c in lost if c.exit_code not in (0, OVER_EXIT_CODE) or not c.seen.joined]
         for child in lost:
             child.given_up = True
         return lost
@@ -277,7 +267,7 @@ class Roster:
         to the end after its death, and none of them wrote for all since, so they made no step without it."""
         if self.unwritten is None or not self.witnesses or self.fault is not None:
             return ""
-        if any(c.leads for c in self.children):
+        if any(c.seen.leads for c in self.children):
             return ""
         number, code = self.unwritten
         return (
@@ -459,14 +449,9 @@ class _Run:
         for child in self.roster.children:
             if child.running:
                 seen = self.board.look(child.index)
-                child.step, child.commits, child.hung_until = (
-                    seen.step,
-                    seen.commits,
-                    seen.hung_until,
-                )
-                child.leads, child.over, child.error = seen.leads, seen.over, seen.error
-                if seen.joined and not child.joined:
-                    child.joined, child.joined_at = True, time.monotonic()
+                if seen.joined and not child.seen.joined:
+                    child.joined_at = time.monotonic()
+                child.seen = seen
 
     def _ended(self, child: Child, exit_code: int) -> None:
         self._look()
@@ -485,8 +470,8 @@ class _Run:
         for lost in roster.given_up():
             self.given_up(lost.number)
         if roster.fault is not None:
-            if child.error:
-                self.say(child.error)
+            if child.seen.error:
+                self.say(child.seen.error)
             self.stopped = True
             _signal_all(roster, signal.SIGKILL)
             return

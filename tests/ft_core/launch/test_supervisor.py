@@ -87,7 +87,7 @@ def test_an_error_in_all_scripts_ends_it() -> None:
 def test_an_error_after_having_trained_with_groups_elsewhere_is_none_of_the_script() -> None:
     rules = policy(1, max_restarts=5, elsewhere=True)
     (child,) = rules.children
-    child.number, child.joined, child.step = 3, True, 7
+    child.number, child.seen.joined, child.seen.step = 3, True, 7
     assert rules.ended(child, 75, 1.0).startswith("replica group 3 failed with exit code 75; it is")
     assert rules.due(60.0) == [child]
     assert "an error of the script" in rules.ended(child, 1, 61.0)  # before it met anybody
@@ -103,7 +103,7 @@ def test_all_killed_are_started_again() -> None:
 
 def test_a_child_is_given_up_once() -> None:
     rules = policy(3, max_restarts=0)
-    rules.children[0].joined = True
+    rules.children[0].seen.joined = True
     rules.ended(rules.children[0], 0, 1.0)
     assert rules.given_up() == [], "it has trained to the end"
     rules.ended(rules.children[1], -9, 1.0)
@@ -122,7 +122,7 @@ def test_too_few_left_is_stuck() -> None:
 def test_the_same_end_of_all_ends_the_job_though_one_is_started_again_already() -> None:
     rules = policy(2)
     first, second = rules.children
-    first.step = second.step = 57
+    first.seen.step = second.seen.step = 57
     rules.ended(first, -11, 1.0)
     assert rules.due(2.0) == [first]
     first.process = object()  # type: ignore[assignment]
@@ -138,7 +138,7 @@ def test_the_same_end_of_all_ends_the_job_though_one_is_started_again_already() 
 
 def test_one_that_comes_after_the_end_is_no_failure() -> None:
     rules = policy(2)
-    rules.children[0].joined = True
+    rules.children[0].seen.joined = True
     rules.ended(rules.children[0], 0, 1.0)
     assert rules.ended(rules.children[1], OVER_EXIT_CODE, 2.0).endswith("the training is over")
     assert rules.over()
@@ -153,10 +153,10 @@ def test_the_job_fails_if_what_its_leader_had_to_write_is_not_written(
     """`over`: the others have told already that the training is over. Some tell when their script ends."""
     rules = policy(2)
     leader, other = rules.children
-    leader.joined = other.joined = leader.leads = True
-    leader.over = other.over = over
+    leader.seen.joined = other.seen.joined = leader.seen.leads = True
+    leader.seen.over = other.seen.over = over
     rules.ended(leader, -9, 1.0)
-    other.leads = taken_over
+    other.seen.leads = taken_over
     assert rules.due(2.0) == [leader]
     leader.process = object()  # type: ignore[assignment]
     rules.ended(other, 0, 3.0)
@@ -170,7 +170,7 @@ def test_nothing_is_missing_where_the_training_went_on_after_the_leaders_death()
     """All die, and their next lives write all; though none of them need lead before it has finished."""
     rules = policy(2, max_restarts=None)
     leader, other = rules.children
-    leader.joined = other.joined = leader.leads = True
+    leader.seen.joined = other.seen.joined = leader.seen.leads = True
     for child, now in ((leader, 1.0), (other, 1.1)):
         rules.ended(child, -9, now)
     assert rules.due(3.0) == [leader, other]
@@ -183,7 +183,7 @@ def test_nothing_is_missing_where_the_training_went_on_after_the_leaders_death()
 def test_an_error_of_the_script_is_no_loss_of_what_its_leader_writes() -> None:
     rules = policy(2)
     leader, other = rules.children
-    leader.joined = other.joined = leader.leads = True
+    leader.seen.joined = other.seen.joined = leader.seen.leads = True
     rules.ended(leader, 1, 1.0)
     rules.ended(other, 1, 1.0)
     assert (rules.missing(), rules.exit_code()) == ("", 1)
@@ -192,7 +192,7 @@ def test_an_error_of_the_script_is_no_loss_of_what_its_leader_writes() -> None:
 def test_one_that_hangs_is_killed_when_it_has_printed_its_stacks() -> None:
     rules = policy(2)
     child = rules.children[1]
-    child.hung_until = 10.0
+    child.seen.hung_until = 10.0
     assert (rules.hanging(9.9), rules.next_due()) == ([], 10.0)
     assert rules.hanging(10.0) == [child]
     assert (rules.hanging(10.1), rules.doomed(10.1)) == ([], [])
@@ -206,8 +206,8 @@ def test_one_that_hangs_is_not_waited_for_when_another_has_finished() -> None:
     """It would find the training over. By default the others would have waited for ten minutes."""
     rules = policy(2)
     finished, child = rules.children
-    finished.joined = child.joined = True
-    child.hung_until = 700.0
+    finished.seen.joined = child.seen.joined = True
+    child.seen.hung_until = 700.0
     assert (rules.hanging(100.0), rules.next_due()) == ([], 700.0)
     rules.ended(finished, 0, 100.0)
     assert rules.next_due() == 0.0
@@ -219,8 +219,8 @@ def test_one_that_hangs_is_not_waited_for_when_another_has_finished() -> None:
 
 def test_one_that_is_back_does_not_hang() -> None:
     rules = policy(2)
-    rules.children[1].hung_until = 10.0
-    rules.children[1].hung_until = 0.0
+    rules.children[1].seen.hung_until = 10.0
+    rules.children[1].seen.hung_until = 0.0
     assert (rules.hanging(10.0), rules.next_due()) == ([], None)
 
 
