@@ -20,6 +20,7 @@ from lighthouse.wire.messages import (
     PHASE_IDLE,
     PHASE_OPEN,
     PHASE_REDUCING,
+    TOO_FEW_LEFT,
     Basis,
     InDoubt,
     Join,
@@ -239,6 +240,12 @@ class ReplicaStatus(NamedTuple):
     origin: tuple[int, int]
 
     @property
+    def refused(self) -> bool:
+        """Whether no quorum with this rank will form, for the `reason` that the lighthouse has given."""
+        left_behind = self.stage is Stage.WAITING and self.reason.startswith(TOO_FEW_LEFT)
+        return left_behind or self.stage is Stage.REFUSED
+
+    @property
     def still_read(self) -> bool:
         """Whether members may still read what is published: those that heal in this step, or, under
         per-group commit, in the one before. No member of the quorum is further behind: this one's next
@@ -249,7 +256,7 @@ class ReplicaStatus(NamedTuple):
     def may_enter(self, *, heal: bool) -> bool:
         """Whether a loop that waits at its step's boundary, also to `heal`, may go on (or must look
         again)."""
-        if self.attempt is Attempt.FAILED or self.stage in (Stage.REFUSED, Stage.LEFT):
+        if self.attempt is Attempt.FAILED or self.refused or self.stage is Stage.LEFT:
             return True
         if not self.ready:
             return False

@@ -46,7 +46,7 @@ from ft_core.replica.events import (
     Withdraw,
 )
 from ft_core.replica.machine import Replica
-from ft_core.replica.status import ReplicaStatus, Stage
+from ft_core.replica.status import ReplicaStatus
 from lighthouse.sockets import ABSENT_S, READ_S, Overdue, await_ready
 from lighthouse.wire.messages import NO_QUORUM, NO_TERM, Message, Request, Term
 
@@ -270,7 +270,7 @@ class Control:
         while True:
             self._turn()
             status = self.status
-            if status.outcome is not None or status.stage is Stage.REFUSED:
+            if status.outcome is not None or status.refused:
                 self._prompt = time.monotonic() - began < 2 * SPIN_S
                 return status
             self._raise_crash()

@@ -157,7 +157,7 @@ class Session:
         """Raises JoinRefused (TrainingOver) if the lighthouse refuses this replica group, GroupBroken
         (GroupLeft) if the group has lost a rank (has left with one that was told to end)."""
         status = self.control.status
-        if status.stage is Stage.REFUSED:
+        if status.refused:
             if status.reason.startswith(LEFT):
                 raise GroupLeft(status.reason)
             if status.reason.startswith(BROKEN):

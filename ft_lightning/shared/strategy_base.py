@@ -552,6 +552,8 @@ class StrategyBase(_Base):
         """A batch is computed by a process that `_trains_alone`. Raises RuntimeError.
 
         Not sooner: a process that takes part in a quorum without them may be at its end, too."""
+        assert self._manager is not None
+        self._manager.shutdown(finished=True)  # started again, it does not train from the start
         raise RuntimeError(
             "this process goes on training, and its peers have finished: its loop or its data is "
             "longer than theirs. It ends here, so that it does not write over what they have saved"

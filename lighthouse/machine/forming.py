@@ -277,6 +277,11 @@ class Forming:
             if late is not None:
                 return late
         first = self._members.were_members == 0
+        if self._history.finished and not first:
+            until = self.since + self._config.timeouts.connect_timeout_s
+            few = rules.too_few_left(roll, self._min_replicas, until, now)
+            if few is not None:
+                return few
         early = rules.too_early(roll, self._min_replicas, first, now, self._history.missed)
         if early is not None:
             return early

@@ -430,11 +430,9 @@ class JobState:
     def _on_leave(self, leave: Leave, now: float) -> None:
         self._forget(leave.replica_id, now, (leave.promised, NO_QUORUM))
         known = leave.replica_id in self._members.by_id
-        self._history.others_finished |= known and leave.reason == FINISHED
+        self._history.finished |= known and leave.reason == FINISHED
         cause = f"left: {leave.reason or 'shutdown'}"
         self._remove(leave.replica_id, cause, now, revoke=not leave.reduced)
-        if known:
-            self._history.finished = leave.reason == FINISHED
 
     # ------------------------------------------------------------------ answers
 

@@ -258,9 +258,8 @@ class History:
 
     Attributes:
         head: position of the last quorum or commit of this term; None: no quorum was formed yet.
-        finished: the last members that left said that the training is complete, and no quorum
-            has formed since.
-        others_finished: a member has left so, with which a present one has been in a quorum.
+        finished: a member that left has said that the training is complete, and each quorum since had
+            a member that was in one before: it makes steps that the other has not made.
         missed: before the first quorum of a term: members of the newest quorum that one of those
             here was in, which are not here and not known to be dead.
         bases: lists of members of each of which the next commit needs half (F2 of `fence.py`).
@@ -278,7 +277,6 @@ class History:
     def __init__(self, missed: tuple[str, ...], term: Term = NO_TERM) -> None:
         self.head: Position | None = None
         self.finished = False
-        self.others_finished = False
         self.missed = set(missed)
         self._remembered = frozenset(missed)  # by the file of an earlier lighthouse
         self.bases: tuple[fence.Members, ...] = ()
@@ -308,13 +306,12 @@ class History:
         if self.head != position:
             self._commit(position.lineage, b"")
         self.head = position
-        self.finished = False
         self.missed.clear()
 
     def note_of_others(self, chosen: Iterable[MemberState]) -> str:
-        """What is added to the reason of a quorum of these members."""
-        self.others_finished &= any(member.was_member for member in chosen)
-        return f"; {OTHERS_FINISHED}" if self.others_finished else ""
+        """What is added to the reason of a quorum of these members, which is about to start."""
+        self.finished &= any(member.was_member for member in chosen)
+        return f"; {OTHERS_FINISHED}" if self.finished else ""
 
     def decided(self, decision: Decision, live: Ballot) -> Position:
         """Record the decision on the step of `live`; returns the new head."""

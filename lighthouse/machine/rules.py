@@ -30,7 +30,10 @@ R7  Ranks: members of the last quorum keep their order. Newcomers follow in natu
     names when a job starts, and in order of arrival later.
 R8  If the last members said that the training has finished, candidates that come with less than its
     last step start it over only if as many come as are expected. Fewer are refused when the connect
-    timeout is over: the other processes of the next training may take that long to come.
+    timeout is over: the other processes of the next training may take that long to come. Members
+    that go on after others have finished, and are fewer than `min_replicas`, are told so after the
+    same time: their loops are longer. Those that ask for no quorum are at their own ends, so none is
+    refused.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lighthouse.wire.messages import DECLARE_DEAD, OVER, TORN
+from lighthouse.wire.messages import DECLARE_DEAD, OTHERS_FINISHED, OVER, TOO_FEW_LEFT, TORN
 
 MOST_NAMED = 8
 """Members that a reason to wait names; of more it gives the number."""
@@ -209,6 +212,24 @@ def too_late(roll: Roll, held: bool, step: int, until: float, now: float) -> Ver
     if now >= until:
         return Verdict(None, reason, hopeless=True)
     return Verdict(None, reason, until)
+
+
+def too_few_left(roll: Roll, min_replicas: int, until: float, now: float) -> Verdict | None:
+    """R8, for members that go on after others have finished; None: ask the other rules.
+
+    `until`: when one that has died has had its time to come back.
+    """
+    short = min_replicas - len(roll.here)
+    if short <= 0:
+        return None
+    if now < until:
+        reason = f"waiting for {short} of min_replicas={min_replicas}; {OTHERS_FINISHED}"
+        return Verdict(None, reason, until)
+    return Verdict(
+        None,
+        f"{TOO_FEW_LEFT} for min_replicas={min_replicas}: this loop or its data is longer than "
+        "theirs",
+    )
 
 
 def decide(situation: Situation, now: float) -> Verdict:

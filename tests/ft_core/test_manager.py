@@ -653,3 +653,56 @@ def test_one_that_comes_back_after_the_end_is_told_so() -> None:
         with pytest.raises(TrainingOver, match="the training has finished at step"):
             late.manager.start_quorum()
         late.close()
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["in a step", "between steps"])
+def test_a_loop_that_is_longer_than_its_peers_ends_where_too_few_are_left(between: bool) -> None:
+    """`min_replica_size` needs a peer, and all have finished."""
+    limits = {"connect_timeout_s": 2.0}
+    with lighthouse(all_join=True, timeouts=limits) as server:
+        a, b = pair(server, min_replica_size=2)
+        ended = threading.Event()
+
+        def finishes() -> None:
+            a.run_to(2)
+            a.manager.shutdown(finished=True)
+            ended.set()
+
+        def goes_on() -> None:
+            b.run_to(2)
+            if between:
+                assert ended.wait(PATIENCE_S)
+            with pytest.raises(JoinRefused, match="too few are left for min_replicas=2: this loop"):
+                b.run_to(4)
+            assert b.manager.current_step() == 2
+            b.close()
+
+        replicas(finishes, goes_on)
+        late = Replica(server, "r1", expected_replicas=2, min_replica_size=2)
+        with pytest.raises(TrainingOver):  # started again, it does not start the training over
+            late.manager.start_quorum()
+        late.close()
+
+
+def test_one_that_is_at_its_own_end_is_not_refused() -> None:
+    """It asks for no quorum: it may still write, in its place among those that lead."""
+    limits = {"connect_timeout_s": 0.5}
+    with lighthouse(all_join=True, timeouts=limits) as server:
+        a, b = pair(server, min_replica_size=2)
+        said = threading.Event()
+        b.manager.telemetry.add_sink(
+            lambda event: said.set() if "too few are left" in str(event) else None
+        )
+
+        def finishes() -> None:
+            a.run_to(2)
+            a.manager.shutdown(finished=True)
+
+        def writes() -> None:
+            b.run_to(2)
+            assert said.wait(PATIENCE_S)
+            assert not b.manager.evicted()
+            assert not b.manager.left()
+            b.manager.shutdown(finished=True)
+
+        replicas(finishes, writes)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ft_core.telemetry import HEAL_DONE
 from lighthouse import LighthouseServer
+from lighthouse.errors import JoinRefused
 from lighthouse.wire.messages import Expelled
 from tests.harness.lighthouses import has_joined, patient_lighthouse
 from tests.harness.script import digest, fail_once, flip_bit
@@ -455,8 +456,11 @@ class Stream(IterableDataset[Any]):
         return iter(torch.ones(self.length, 1))
 
 
-def test_a_loop_that_is_longer_than_its_peers_ends_when_they_have_finished(two: Groups) -> None:
-    """Streams of unknown length, of which that of group 1 is longer."""
+@pytest.mark.parametrize("needed", [1, 2])
+def test_a_loop_that_is_longer_than_its_peers_ends_when_they_have_finished(
+    two: Groups, needed: int
+) -> None:
+    """Streams of unknown length, of which that of group 1 is longer. It may be too few by itself."""
 
     def body(fabric: Any, index: int) -> Any:
         model, optimizer = linear(fabric)
@@ -468,10 +472,14 @@ def test_a_loop_that_is_longer_than_its_peers_ends_when_they_have_finished(two: 
                 optimizer.zero_grad()
         return fabric.strategy.current_step
 
-    first, second = two.run(body)
+    with patient_lighthouse(connect_timeout_s=2.0) as server:
+        two.options["lighthouse"] = server.address()
+        two.options["min_replicas"] = needed
+        first, second = two.run(body)
     assert first == 6
-    assert isinstance(second, RuntimeError)
-    assert "its peers have finished" in str(second)
+    assert isinstance(second, RuntimeError if needed == 1 else JoinRefused)
+    assert "have finished" in str(second)
+    assert "its data is longer than theirs" in str(second)
 
 
 def test_a_script_without_epochs_that_has_ended_is_not_started_over_by_one_group(
