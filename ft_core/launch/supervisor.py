@@ -363,7 +363,7 @@ def supervise(
     finally:
         for teller in tellers if elsewhere else ():
             teller.join(TELL_TIMEOUT_S)
-        _signal_all(roster, signal.SIGKILL)
+        _kill_all(roster)
         keeping.close(over=False)
         if warm is not None:
             warm.close()
@@ -421,7 +421,7 @@ class _Run:
 
     def _time_is_up(self) -> None:
         if self.stopped:
-            _signal_all(self.roster, signal.SIGKILL)
+            _kill_all(self.roster)
             self.kill_at = None
             return
         now = time.monotonic()
@@ -433,7 +433,7 @@ class _Run:
             )
             _signal(child, DUMP_SIGNAL)
         for child in self.roster.doomed(now):
-            _signal(child, signal.SIGKILL)
+            _kill(child)
         for child in self.roster.due(now):
             self.start(child)
 
@@ -473,11 +473,11 @@ class _Run:
             if child.seen.error:
                 self.say(child.seen.error)
             self.stopped = True
-            _signal_all(roster, signal.SIGKILL)
+            _kill_all(roster)
             return
         for late in roster.too_late():
             self.say(f"replica group {late.number} comes too late: the training is over")
-            _signal(late, signal.SIGKILL)
+            _kill(late)
         if roster.stuck():
             self.say(
                 f"fewer than min_replicas={roster.min_alive} replica groups are left: stopping"
@@ -551,6 +551,20 @@ def _watch(board: Board, events: queue.SimpleQueue[_Event]) -> None:
 def _signal(child: Child, number: int) -> None:
     if child.process is not None:
         child.process.send_signal(number)
+
+
+def _kill(child: Child) -> None:
+    """With all that it has started in its process group: a data loader's worker that hangs does not look
+    whether its parent is gone, and holds memory, and the streams of this process."""
+    if child.process is not None and child.process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+            os.killpg(child.process.pid, signal.SIGKILL)
+        child.process.send_signal(signal.SIGKILL)
+
+
+def _kill_all(roster: Roster) -> None:
+    for child in roster.children:
+        _kill(child)
 
 
 def _signal_all(roster: Roster, number: int) -> None:

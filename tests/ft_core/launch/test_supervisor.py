@@ -366,7 +366,8 @@ def test_the_true_error_is_the_last_line(tmp_path: Path) -> None:
 
 
 def test_one_that_hangs_prints_its_stacks_and_comes_back(tmp_path: Path) -> None:
-    """Its loop is told to be back at once. A group of two ranks, one of which hangs."""
+    """Its loop is told to be back at once. A group of two ranks, one of which hangs, as does a process that
+    it has started: that would hold the supervisor's streams open."""
     script = tmp_path / "script.py"
     script.write_text(
         """
@@ -376,6 +377,8 @@ from ft_core.launch.supervisor import die_with
 die_with(os.getppid())
 log, life = pathlib.Path(sys.argv[1]), os.environ["FT_RESTARTS"]
 def a_loader_that_hangs():
+    if os.fork() == 0:  # a data loader's worker
+        time.sleep(3600)
     slot().hangs(1, time.monotonic())
     time.sleep(3600)
 slot().join()
