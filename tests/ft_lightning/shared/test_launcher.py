@@ -119,49 +119,101 @@ def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
 HANGS = """
 import os, sys, time
 from pathlib import Path
+import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+import ft_lightning.fabric
 from ft_lightning.pytorch import FTDDPStrategy
 
-log, group = Path(sys.argv[1]), os.environ.get("REPLICA_GROUP_ID")
+log, kind, last = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+group = os.environ.get("REPLICA_GROUP_ID")
+came_back = group == "1" and (log / "hangs").exists()
 
-def a_step_that_hangs():
+def one_that_hangs():
     (log / "hangs").touch()
     time.sleep(3600)
 
+def is_to_hang():
+    return group == "1" and not (log / "hangs").exists()
+
+class Data(RandomDataset):
+    seen = 0
+
+    def __getitem__(self, index):  # in a worker, which is ahead of the loop by two batches
+        self.seen += 1
+        if kind != "step" and self.seen == 10 and is_to_hang():
+            (log / "worker").write_text(str(os.getpid()))
+            one_that_hangs()
+        return super().__getitem__(index)
+
+def a_batch_ends(strategy):
+    time.sleep(0.02)  # leaves the cores to what starts
+    if came_back and strategy.num_participants == 2:
+        (log / "back").touch()
+    return (log / last).exists()
+
 class Model(BoringModel):
+    def train_dataloader(self):
+        return DataLoader(Data(32, 64), num_workers=int(kind != "step"))
+
     def training_step(self, batch, batch_idx):
-        if group == "1" and self.global_step >= 5 and not (log / "hangs").exists():
-            a_step_that_hangs()
+        if kind == "step" and self.global_step >= 5 and is_to_hang():
+            one_that_hangs()
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, *seen):
-        time.sleep(0.02)  # leaves the cores to what starts
-        if group == "1" and (log / "hangs").exists() and self.trainer.strategy.num_participants == 2:
-            (log / "back").touch()
-        self.trainer.should_stop = (log / sys.argv[2]).exists()
+        self.trainer.should_stop = a_batch_ends(self.trainer.strategy)
 
-trainer = Trainer(strategy=FTDDPStrategy(timeout_s=1.0), accelerator="cpu", devices=2,
-                  max_epochs=1_000_000, default_root_dir=log)
-trainer.fit(Model())
-print(f"\\ngroup {group} ends", [p.tolist() for p in trainer.lightning_module.parameters()])
+def train_by_fabric():
+    strategy = ft_lightning.fabric.FTDDPStrategy(timeout_s=1.0)
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric.launch()
+    net = torch.nn.Linear(32, 2)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    loader, stops = fabric.setup_dataloaders(DataLoader(Data(32, 64), num_workers=1)), False
+    for epoch in strategy.epochs(1_000_000):
+        for batch in loader:
+            stops = fabric.all_reduce(torch.tensor(float(stops)), reduce_op="max") > 0
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if stops:
+                return net
+            stops = a_batch_ends(strategy)
+
+if kind == "fabric":
+    trained = train_by_fabric()
+else:
+    trainer = Trainer(strategy=FTDDPStrategy(timeout_s=1.0), accelerator="cpu", devices=2,
+                      max_epochs=1_000_000, default_root_dir=log)
+    trained = Model()
+    trainer.fit(trained)
+print(f"\\ngroup {group} ends", [p.tolist() for p in trained.parameters()])
 """
 
 
-@pytest.mark.parametrize("until_it", ["is back", "hangs"])
-def test_a_trainer_whose_step_hangs_comes_back_and_the_job_ends(
-    tmp_path: Path, until_it: str
+@pytest.mark.parametrize(
+    ("kind", "until_it"),
+    [("step", "is back"), ("step", "hangs"), ("loader", "is back"), ("fabric", "is back")],
+)
+def test_one_that_hangs_comes_back_and_the_job_ends(
+    tmp_path: Path, kind: str, until_it: str
 ) -> None:
-    """With a Trainer's own loggers, bars and checkpoints. Or the others end first: they do not wait for it."""
+    """A step of a Trainer, or the worker of a loader. With a Trainer's own loggers, bars and checkpoints.
+    Or the others end first: they do not wait for it."""
     script = tmp_path / "train.py"
     script.write_text(HANGS)
     last = {"is back": "back", "hangs": "hangs"}[until_it]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = workers.run("lightning", [str(script), str(tmp_path), last], env=env)
+    done = workers.run("lightning", [str(script), str(tmp_path), kind, last], env=env)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     assert "replica group 1 was evicted, since its training loop hangs" in text
-    assert "in a_step_that_hangs" in text
+    assert ("in one_that_hangs" if kind == "step" else "in _next_data") in text
+    if kind != "step":
+        assert gone(int((tmp_path / "worker").read_text()))
     ends = {line.partition(" ends ")[2] for line in text.splitlines() if " ends " in line}
     if until_it == "is back":
         assert "replica group 1 hung, and was killed; it is started again" in text
