@@ -16,6 +16,7 @@ import torch
 from ft_core.config import JobOptions
 from ft_core.heal import digest
 from ft_core.shell.intra_group import IntraGroup
+from ft_lightning.trainer import finetuning
 from ft_lightning.trainer.batches import (
     Batches,
     Origin,
@@ -78,6 +79,7 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
         "should_stop": trainer.should_stop,
         "metrics": metrics,
         "logs": log_places(trainer),
+        "trained": finetuning.trained(trainer),
     }
 
 
@@ -124,6 +126,7 @@ def restore(
             connector.restore_datamodule()
             connector.restore_model()
             connector.restore_callbacks()
+            finetuning.adopt(trainer, state["trained"])
             connector.restore_training_state()
     finally:
         connector._loaded_checkpoint = {}

@@ -33,7 +33,7 @@ from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
 from ft_lightning.shared.step_collectives import CopyRanks, operation, refuse_gradients
 from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
-from ft_lightning.trainer import healing, leader
+from ft_lightning.trainer import finetuning, healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
 from ft_lightning.trainer.batches import (
     Batches,
@@ -96,6 +96,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     """Of this replica group, for what is to reach all ranks of all groups."""
     _sigterm: Sigterm | None = None
     _prepare_lock: int | None = None
+    _averaged: set[int] | None = None
+    """Ids of the parameters whose gradients are averaged; None: those of all that are trainable."""
     _writes = _shows_bar = _prepared = False
 
     @classmethod
@@ -353,10 +355,13 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if self._driver is None or self._trainer.state.fn != "fit":
             return model
         options = dict(self._ddp_kwargs)
-        if not model.automatic_optimization:
+        unfreezes = bool(finetuning.finetunes(self._trainer))
+        if unfreezes or not model.automatic_optimization:
             # With several optimizers each backward reaches some of the parameters only.
             options.setdefault("find_unused_parameters", True)
-        return self._driver.wrap(model, **options)
+        with finetuning.all_trainable(model) if unfreezes else contextlib.nullcontext():
+            self._averaged = {id(p) for p in model.parameters() if p.requires_grad}
+            return self._driver.wrap(model, **options)
 
     def _register_ddp_hooks(self) -> None:
         """ft_core's wrapper has registered its own."""
@@ -425,6 +430,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         assert self.model is not None
         if self._trains_alone:
             self._refuse_to_train_alone()
+        if self._averaged is not None and not self._trainer.fit_loop.epoch_loop.batch_idx:
+            finetuning.refuse_unfrozen(self.lightning_module, self._averaged)
         if self.model is not self.lightning_module:
             # Lightning puts the wrapper into eval mode for validation and only what is inside back.
             self.model.training = True

@@ -1,0 +1,106 @@
+"""A model of which a part is frozen when the fit begins, and trained later in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.harness import workers
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+import hashlib, os, signal, sys
+from pathlib import Path
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+log, by, group = Path(sys.argv[1]), sys.argv[2], os.environ.get("REPLICA_GROUP_ID")
+began_again = group == "1" and (log / "killed").exists()
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, 1)
+        self.came_back = False
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1 and batch_idx == 2 and by == "callback":
+            if group == "1" and not began_again:
+                (log / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        self.came_back |= began_again and self.trainer.strategy.num_participants == 2
+        return (self.head(self.backbone(batch[0])) - batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.backbone, train_bn=False)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.001)
+
+class ByHand(Callback):
+    def setup(self, trainer, module, stage):
+        module.backbone.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer, module):
+        module.backbone.requires_grad_(trainer.current_epoch > 0)
+
+seed_everything(1)
+data = TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
+before = Net()
+module = Net()
+module.load_state_dict(before.state_dict())
+trainer = Trainer(strategy="ft_ddp", devices=2, accelerator="cpu", logger=False, max_epochs=40,
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                  callbacks=[Unfreezes() if by == "callback" else ByHand()])
+trainer.fit(module, DataLoader(data, 4))
+learned = not torch.equal(module.backbone[0].weight, before.backbone[0].weight)
+values = [*module.state_dict().values(), *(p.float() for s in trainer.optimizers[0].state.values() for p in s.values())]
+digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest()[:8]
+places = len(trainer.optimizers[0].param_groups), trainer.global_step
+print(f"\\nends: {digest} {learned} {places} {module.backbone[1].track_running_stats}")
+if began_again:
+    print(f"\\ncame back: {module.came_back}")
+"""
+
+
+def run(tmp_path: Path, by: str) -> tuple[int, str]:
+    """(The exit code of such a script, all that it says)."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = workers.run("lightning", [str(script), str(tmp_path), by], env=env)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_what_a_callback_unfreezes_is_averaged_and_heals(tmp_path: Path) -> None:
+    """A group dies after that, and comes back: its optimizer has fewer parameter groups than its peer's."""
+    code, text = run(tmp_path, "callback")
+    assert code == 0, text
+    ends = {line.partition("ends: ")[2] for line in text.splitlines() if "ends: " in line}
+    (end,) = ends
+    assert end.endswith("True (2, 240) True"), text
+    assert text.count("ends: ") == 2
+    assert "came back: True" in text
+
+
+def test_what_is_unfrozen_by_hand_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    code, text = run(tmp_path, "hand")
+    assert code == 1, text
+    assert (
+        "ValueError: backbone.0.weight, backbone.0.bias, backbone.1.weight and 1 more: frozen"
+        in text
+    )
+    assert "Unfreeze them in a BaseFinetuning callback" in text
