@@ -143,14 +143,16 @@ def _init_state(original: Any, self: Any, cpu: bool = False, **kwargs: Any) -> N
 
 @while_active
 def _is_local_main_process(runtime: Runtime, original: Any, self: Any) -> bool:
-    return runtime.local_leader
+    if leads := runtime.local_leader:
+        runtime.own_writes.may_begin()
+    return leads
 
 
 @while_active
 def _main_process_first(runtime: Runtime, original: Any, self: Any) -> Any:
     if runtime.ready or runtime.startup.together():
         return original(self)
-    return runtime.one_at_a_time()
+    return runtime.startup.one_at_a_time()
 
 
 @around

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
@@ -197,7 +199,14 @@ class TrackerRuns:
 # ---------------------------------------------------------------- saves
 
 LIBRARIES = ("torch", "accelerate", "transformers", "trl", "peft", "datasets", "ft_accelerate")
-_ON_THE_WAY = ("is_main_process", "is_main", "__getattr__", "wrapper")
+_ON_THE_WAY = {
+    "__getattr__",
+    "_inner",
+    "is_local_main_process",
+    "is_main_process",
+    "on_local_main_process",
+    "on_main_process",
+}
 
 
 class Saves:
@@ -212,8 +221,9 @@ class Saves:
     | is gone, and this process is the next one | it writes it now. The state is still that of the save, but for buffers: gradients are voted on before an optimizer steps |
     | dies, and no event follows | processes that are at their end wait for the main one to come to its own. If it dies, the first of them writes (where one launcher has all replica groups) |
 
-    What the script writes by itself, since it has asked whether it is the main process, can't be held: a line
-    says that it may be missing, or the launcher's exit code does. The loop's thread only.
+    What the script writes by itself, since it has asked whether it is the main process, can't be held. So the
+    launcher knows from the main process where that may be (`OwnWrites`). If it dies there, the launcher says so,
+    and its exit code is not 0 unless a main process has come to that place again. The loop's thread only.
     """
 
     def __init__(self, leadership: Leadership) -> None:
@@ -221,7 +231,6 @@ class Saves:
         self._saves = HeldSaves()
         self._within = False
         self._main = leadership.main
-        self._asked = 0
 
     def save(
         self, write: Callable[[], Any], again: Callable[[], Any] | None = None, *, hold: bool = True
@@ -244,33 +253,14 @@ class Saves:
         finally:
             self._within = False
 
-    def denied(self) -> None:
-        """This is not the main process, as has been answered. Notes it if the script itself has asked, and
-        so leaves out what we don't see."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_name in _ON_THE_WAY:
-            frame = frame.f_back
-        if not self._within:
-            self._asked += frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
-
-    def seen(self) -> None:
-        """The script has told what it does where it is the main process: it is among the saves."""
-        self._asked = max(0, self._asked - 1)
-
     def committed(self) -> None:
         """An event was committed. All processes of a replica group call it at the same place."""
-        if self._saves.held or self._asked:
+        if self._saves.held:
             self._settle()
         self._main = self._leadership.main
 
     def _settle(self) -> None:
-        asked, self._asked = self._asked, 0
         if self._leadership.group_leads:
-            if self._leadership.holds and asked:
-                log.warning(
-                    "the main process has died; what the script writes by itself where it is the main "
-                    "process, as it may have done since the step or operation before, may be missing"
-                )
             self._make_up()
         elif self._leadership.main == self._main:
             self._saves.settled()
@@ -289,8 +279,60 @@ class Saves:
             return
         slot.await_leader()
         if slot.takes_over():
-            if not self._asked:  # else something is missing still
-                slot.leads(True)
+            slot.leads(True)
             self._leadership.holds = self._leadership.group_leads = True
             log.warning("the main process has died at the end of the script: this process saves")
             self._make_up()
+
+
+class OwnWrites:
+    """Where the script may be writing by itself: it has heard that this is the main process, and has not come to
+    a step, an operation or its end since. The loop's thread only.
+
+    Only a launcher of ours hears of it.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._places: list[str] = []
+
+    def may_begin(self) -> None:
+        """The script has asked whether this is the main process, and it is."""
+        if self._slot.there and (place := _place_in_script()):
+            self._places.append(place)
+            self._slot.writes(place)
+
+    def told(self) -> None:
+        """The script has asked only to tell a function of ours, which takes care of the rest."""
+        if self._places and _place_in_script():
+            self._places.pop()
+            self._slot.writes(self._places[-1] if self._places else "")
+
+    def over(self) -> None:
+        """The script has come to something else: it has written."""
+        if self._places:
+            self._slot.wrote(self._places)
+            self._slot.writes("")
+            self._places.clear()
+
+
+def _place_in_script() -> str:
+    """The line of the script that has called this, through our functions and properties of Accelerate's; "":
+    it was a library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_on_the_way(frame):
+        frame = frame.f_back
+    if frame is None or _package_of(frame) in LIBRARIES:
+        return ""
+    return f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
+
+
+def _is_on_the_way(frame: FrameType) -> bool:
+    package = _package_of(frame)
+    return package == "ft_accelerate" or (
+        package == "accelerate" and frame.f_code.co_name in _ON_THE_WAY
+    )
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

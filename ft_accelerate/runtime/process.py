@@ -52,9 +52,8 @@ def unless_catching_up(runtime: Runtime, original: Any, *args: Any, **kwargs: An
 @while_active
 def is_main(runtime: Runtime, original: Any, self: Any) -> bool:
     """Whether this is the main process."""
-    leads = runtime.leader
-    if not leads and runtime.live and not runtime.position.active:
-        runtime.saves.denied()
+    if leads := runtime.leader:
+        runtime.own_writes.may_begin()
     return leads
 
 

@@ -18,8 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from ft_accelerate.runtime import peer_state as states
 from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.checkpoints import SavedPosition
 from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
-from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, Saves, TrackerRuns
+from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, OwnWrites, Saves, TrackerRuns
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel, Prepared, freeze, thaw
 from ft_accelerate.runtime.script_position import (
     EARLY,
@@ -53,7 +52,6 @@ from ft_core.launch.supervisor import age_s, die_with, say
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import TrainingOver
-from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_accelerate")
 
@@ -111,8 +109,9 @@ class Runtime:
             heals_variables=lambda: bool(self.on_live),
         )
         self.saves = Saves(self.leadership)
+        self.own_writes = OwnWrites(slot())
         self._there_at = time.monotonic() - age_s()
-        self._open = self._joined = self._aside = self._closed = self._has_turn = False
+        self._open = self._joined = self._aside = self._closed = False
         self._at = "fetch"
         self._starting = 0  # the thread in which a quorum is being started
         self._healed: dict[str, Any] | None = None
@@ -164,23 +163,6 @@ class Runtime:
         except QuorumUnavailable:
             return 0
 
-    @contextmanager
-    def one_at_a_time(self) -> Iterator[None]:
-        """Let one process of this job and machine in at a time: there is no quorum before training.
-
-        Reentrant.
-        """
-        if self._has_turn:
-            yield
-            return
-        lock = machine_lock("ft_accelerate", self.options.job_id)
-        self._has_turn = True
-        try:
-            yield
-        finally:
-            self._has_turn = False
-            os.close(lock)
-
     # ------------------------------------------------------------------ accelerators and models
 
     def adopt(self, accelerator: Any) -> None:
@@ -197,6 +179,7 @@ class Runtime:
 
     def trains(self, model: Any) -> None:
         """The script has prepared a model, whose gradients our reducer averages."""
+        self.own_writes.over()
         self.prepared.add(model)
         self.position.begun += 1
 
@@ -220,6 +203,7 @@ class Runtime:
         Raises `Elsewhere` as `ScriptPosition.leap`.
         """
         position = self.position
+        self.own_writes.over()
         while True:
             if position.phase is Phase.FAST_FORWARD:
                 if position.leap(iteration):
@@ -311,6 +295,7 @@ class Runtime:
 
     def _begin_gradients(self) -> bool:
         """First gradients of a backward pass: whether to reduce."""
+        self.own_writes.over()
         self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
@@ -386,6 +371,7 @@ class Runtime:
             keep: keep the result for processes that come back in this window. False: they get
                 `alone()`, since the result is in their state.
         """
+        self.own_writes.over()
         if self.unfinished is not None:
             finish, self.unfinished = self.unfinished, None
             finish()
@@ -693,6 +679,8 @@ class Runtime:
         self._sigterm.unwatch()
         self.startup.close()
         self.group_ranks.close()
+        if finished:
+            self.own_writes.over()
         if finished and self.group_ranks.place.group_rank == 0:
             slot().over(True)
         if finished and self.leadership.holds:

@@ -41,6 +41,7 @@ from ft_core.shell.intra_group import OPEN_TIMEOUT_S, IntraGroup
 from ft_core.shell.local_lighthouse import DEFAULT_PORT
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseError
+from lighthouse.files import machine_lock
 
 ASK_TIMEOUT_S = 5.0
 SUFFIX = "/before"
@@ -230,6 +231,7 @@ class StartupCollectives:
         self._ranks = ranks
         self._manager: Manager | None = None
         self._events = 0
+        self._has_turn = False
         alone = ranks.num_processes == 1
         self._over = alone or (ranks.restarts > 0 and not ranks.is_only_group)
 
@@ -238,6 +240,23 @@ class StartupCollectives:
         if not self._over and self._manager is None:
             self._over = not self._ranks.is_only_group and self._ranks.others_train()
         return not self._over
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Let one process of this job and machine in at a time, where they do not come `together`.
+
+        Reentrant.
+        """
+        if self._has_turn:
+            yield
+            return
+        lock = machine_lock("ft_accelerate", self._ranks.options.job_id)
+        self._has_turn = True
+        try:
+            yield
+        finally:
+            self._has_turn = False
+            os.close(lock)
 
     def operation(self, kind: Kind, attempt: Attempt, alone: Callable[[], Any]) -> Any:
         """As `Runtime.operation`."""

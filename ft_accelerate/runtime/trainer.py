@@ -208,18 +208,20 @@ def _save_pretrained(
     original: Any,
     self: Any,
     save_directory: Any,
-    is_main_process: bool = True,
+    is_main_process: bool | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Scripts call it with `is_main_process=accelerator.is_main_process`."""
+    """Scripts call it with `is_main_process=accelerator.is_main_process`, or in the main process alone."""
 
     def write(main: bool) -> Any:
         return original(self, save_directory, main, *args, **kwargs)
 
-    if is_main_process or not runtime.live:
-        return write(is_main_process)
-    runtime.saves.seen()
+    if is_main_process is None or not runtime.live:
+        return write(is_main_process is not False)
+    runtime.own_writes.told()
+    if is_main_process:
+        return write(True)
     return runtime.saves.save(lambda: write(False), lambda: write(True))
 
 

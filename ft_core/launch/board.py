@@ -23,7 +23,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,6 +34,7 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIG
 LEADER_LOOK_S = 0.05
 """How often a process looks that waits for the leader: only the supervisor is woken."""
 _RANKS_AT, _RANKS = 64, 128
+_WRITES_AT, _LOST_AT, _PLACE_BYTES = 1088, 1184, 96
 _ERROR_AT, _ERROR_BYTES = 1280, 768
 _CARDS_AT, _CARD_BYTES = 2048, 2048
 _SLOT_BYTES = _CARDS_AT + _RANKS * _CARD_BYTES
@@ -57,6 +58,8 @@ class Seen:
         hung_until: when the first of its ranks that hang must be back (`time.monotonic()`); 0: none
             hangs.
         error: with which it ends, in one line; "": it has told none.
+        writes: where its script may be writing by itself, for all; "": nowhere.
+        lost: where a life of this child has died in that, and no process has come since; "": nowhere.
     """
 
     joined: bool = False
@@ -66,6 +69,8 @@ class Seen:
     over: bool = False
     hung_until: float = 0.0
     error: str = ""
+    writes: str = ""
+    lost: str = ""
 
 
 class Board:
@@ -93,12 +98,17 @@ class Board:
     def clear(self, child: int) -> None:
         """A new life begins."""
         at = child * _SLOT_BYTES
+        lost = _text_in(self._memory, at + _LOST_AT, _PLACE_BYTES)
         self._memory[at : at + _SLOT_BYTES] = bytes(_SLOT_BYTES)
+        _put_text(self._memory, at + _LOST_AT, _PLACE_BYTES, lost)
         _PROGRESS.pack_into(self._memory, at + _PROGRESS_AT, -1, 0)
 
     def died(self, child: int) -> None:
         """Its process has ended, and not well: the others see it."""
-        _FLAG.pack_into(self._memory, child * _SLOT_BYTES + _DEAD_AT, 1)
+        at = child * _SLOT_BYTES
+        _FLAG.pack_into(self._memory, at + _DEAD_AT, 1)
+        if place := _text_in(self._memory, at + _WRITES_AT, _PLACE_BYTES):
+            _put_text(self._memory, at + _LOST_AT, _PLACE_BYTES, place)
 
     def look(self, child: int) -> Seen:
         """A child's slot."""
@@ -110,9 +120,11 @@ class Board:
         step, commits = _PROGRESS.unpack_from(self._memory, at + _PROGRESS_AT)
         ranks = self._memory[at + _RANKS_AT : at + _RANKS_AT + _RANKS * _HUNG.size]
         hung = min((until for (until,) in _HUNG.iter_unpack(ranks) if until), default=0.0)
-        text = self._memory[at + _ERROR_AT : at + _ERROR_AT + _ERROR_BYTES]
-        error = text.partition(b"\0")[0].decode(errors="ignore")
-        return Seen(joined, step, commits, leads, over, hung, error)
+        error = _text_in(self._memory, at + _ERROR_AT, _ERROR_BYTES)
+        writes, lost = (
+            _text_in(self._memory, at + text_at, _PLACE_BYTES) for text_at in (_WRITES_AT, _LOST_AT)
+        )
+        return Seen(joined, step, commits, leads, over, hung, error, writes, lost)
 
     def card(self, child: int) -> dict[str, Any] | None:
         """What a child has said about its state; None: nothing, or it is just being written."""
@@ -187,9 +199,19 @@ class Slot:
 
     def failed(self, error: str) -> None:
         """The error with which this process ends, for the supervisor's last line."""
-        at = self._at + _ERROR_AT
-        line = " ".join(error.split()).encode()[: _ERROR_BYTES - 1]
-        self._memory[at : at + len(line) + 1] = line + b"\0"
+        line = " ".join(error.split())
+        _put_text(self._memory, self._at + _ERROR_AT, _ERROR_BYTES, line)
+
+    def writes(self, place: str) -> None:
+        """Where the script may be writing by itself now, for all; "": nowhere."""
+        _put_text(self._memory, self._at + _WRITES_AT, _PLACE_BYTES, place)
+
+    def wrote(self, places: Collection[str]) -> None:
+        """The script has been at these places, for all: what was lost there is written again."""
+        cut = {_cut(place, _PLACE_BYTES) for place in places}
+        for at in range(_LOST_AT, len(self._memory), _SLOT_BYTES):
+            if _text_in(self._memory, at, _PLACE_BYTES).encode() in cut:
+                _put_text(self._memory, at, _PLACE_BYTES, "")
 
     @property
     def whole(self) -> bool:
@@ -330,6 +352,22 @@ def reported() -> Iterator[None]:
         elif isinstance(error.code, str):
             slot().failed(error.code)
         raise
+
+
+def _text_in(memory: mmap.mmap, at: int, size: int) -> str:
+    """What `_put_text` has put there."""
+    return memory[at : at + size].partition(b"\0")[0].decode(errors="ignore")
+
+
+def _put_text(memory: mmap.mmap, at: int, size: int, text: str) -> None:
+    """Put as much of a text there as has room."""
+    line = _cut(text, size)
+    memory[at : at + len(line) + 1] = line + b"\0"
+
+
+def _cut(text: str, size: int) -> bytes:
+    """As much of it as has room before the zero byte, in whole characters."""
+    return text.encode()[: size - 1].decode(errors="ignore").encode()
 
 
 def _card_in(memory: mmap.mmap, at: int, rank: int = 0) -> dict[str, Any] | None:

@@ -142,6 +142,8 @@ class Roster:
         hung, child.kill_at = child.kill_at is not None, None
         child.process, child.exit_code, child.seen.hung_until = None, exit_code, 0.0
         how = f"replica group {child.number} {_how(exit_code, hung)}"
+        if exit_code and child.seen.writes:
+            how += f" where the script itself may have been writing ({child.seen.writes})"
         if self.fault is not None:
             return how
         if exit_code == OVER_EXIT_CODE:
@@ -212,7 +214,7 @@ class Roster:
         for child in due:
             child.restart_at = None
             child.restarts += 1
-            child.seen, child.joined_at = Seen(), None
+            child.seen, child.joined_at = Seen(lost=child.seen.lost), None
         return due
 
     def hanging(self, now: float) -> list[Child]:
@@ -263,17 +265,31 @@ class Roster:
         return 0 < alive < self.min_alive and not self._finished()
 
     def missing(self) -> str:
-        """A sentence, if what one process had to write for all may be missing; else "": others have trained
-        to the end after its death, and none of them wrote for all since, so they made no step without it."""
-        if self.unwritten is None or not self.witnesses or self.fault is not None:
-            return ""
-        if any(c.seen.leads for c in self.children):
-            return ""
+        """A sentence, if what one process had to write for all may be missing; else ""."""
+        return self._missing()[0]
+
+    def _missing(self) -> tuple[str, int]:
+        """... and the exit code of that process.
+
+        Others have trained to the end after its death, and none of them wrote for all since, so they made
+        no step without it. Or it died where the script itself writes, and no other came there again.
+        """
+        if self.policy.elsewhere or self.fault is not None:
+            return "", 0
+        lost = next((c for c in self.children if c.seen.lost), None)
+        if lost is not None and self._finished():
+            return (
+                f"replica group {lost.number} died where the script itself writes in the main process "
+                f"({lost.seen.lost}), and no main process came there again: what it wrote there is missing "
+                "or not whole"
+            ), lost.history[-1].exit_code
+        if self.unwritten is None or not self.witnesses or any(c.seen.leads for c in self.children):
+            return "", 0
         number, code = self.unwritten
         return (
             f"replica group {number} {_how(code, False)} when it wrote for all, at the end of the "
             "training, and no other has taken over: what it had not written is missing"
-        )
+        ), code
 
     def exit_code(self) -> int:
         """The exit code of the supervisor: 0 if the training finished and no script failed.
@@ -288,8 +304,8 @@ class Roster:
         failed = [code for code in codes if code > 0]
         if failed:
             return failed[0]
-        if self.unwritten is not None and self.missing():
-            code = self.unwritten[1]
+        sentence, code = self._missing()
+        if sentence:
             return code if code > 0 else 128 - code
         if any(code == 0 for code in codes):
             return 0
@@ -318,15 +334,13 @@ def supervise(
 
     Args:
         command: of every child.
-        environment: called as `environment(index)` at each start; returns a child's environment, to which
-            `Supervision` is added.
+        environment: `environment(index)` returns a child's, at each start; `Supervision` is added to it.
         count: of children.
-        min_alive: see `Roster`.
-        max_restarts, elsewhere: see `RestartPolicy`.
+        min_alive, max_restarts, elsewhere: see `Roster` and `RestartPolicy`.
         first: the replica group number of the first child.
         speaker: what the lines on stderr begin with.
-        on_given_up: called, in a thread of its own, with the number of a replica group of which no
-            process will run again, unless its training is complete. `tell_lighthouse` makes one.
+        on_given_up: called, in a thread of its own, with the number of a replica group that will not run
+            again, unless its training is complete. `tell_lighthouse` makes one.
         warm: starts the processes, and is closed; None: they are started cold.
         keep_state_s: the keeper, a further process, fetches the state at this interval, with which
             children begin when all have died; 0: there is none.
@@ -346,8 +360,8 @@ def supervise(
         )
         env = environment(child.index) | told.environment() | board.environment(child.index)
         child.process = popen(command, env=env, process_group=0, pass_fds=board.descriptors)
-        waits_for = child.index, child.process, events
-        threading.Thread(target=_wait, args=waits_for, daemon=True).start()
+        ends = child.index, child.process, events
+        threading.Thread(target=_wait, args=ends, daemon=True).start()
 
     keeping = Keeping(board, popen, environment, keep_state_s, speaker, keep_state_dir)
     tellers: list[threading.Thread] = []
@@ -415,6 +429,7 @@ class _Run:
                 self._ended(roster.children[event.index], event.exit_code)
         if self.stopped_by is not None:
             return roster.exit_code() or 128 + self.stopped_by
+        self._look()
         if sentence := roster.missing():
             self.say(sentence)
         return roster.exit_code()
@@ -447,11 +462,13 @@ class _Run:
     def _look(self) -> None:
         """Take over what the children that run have told."""
         for child in self.roster.children:
+            seen = self.board.look(child.index)
             if child.running:
-                seen = self.board.look(child.index)
                 if seen.joined and not child.seen.joined:
                     child.joined_at = time.monotonic()
                 child.seen = seen
+            else:
+                child.seen.lost = seen.lost
 
     def _ended(self, child: Child, exit_code: int) -> None:
         self._look()
@@ -463,6 +480,7 @@ class _Run:
         roster = self.roster
         if exit_code:
             self.board.died(child.index)
+            child.seen.lost = self.board.look(child.index).lost
         held = self.board.card(self.board.keeper)
         version = None if held is None else Card.of(held).version
         kept = -1 if version is None else version.step

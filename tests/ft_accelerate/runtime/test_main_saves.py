@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ft_accelerate.runtime.leadership import Leadership, Saves
+from ft_accelerate.runtime.leadership import Leadership, OwnWrites, Saves
 from ft_accelerate.runtime.script_position import ScriptPosition
 from ft_core.launch.board import Board, Slot
 from ft_core.replica.status import Participation
@@ -46,25 +46,6 @@ def test_the_next_main_process_writes_what_the_one_before_has_not() -> None:
     assert written == ["lost", "own"]
 
 
-def test_a_line_says_that_what_the_script_writes_by_itself_may_be_missing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    lead = leadership()
-    saves = Saves(lead)
-    event(saves, lead, 1, 0, 1)
-    saves.denied()  # if accelerator.is_main_process: torch.save(...)
-    event(saves, lead, 1, 0, 1)
-    event(saves, lead, 1, 1)
-    assert "may be missing" not in caplog.text
-    saves = Saves(lead := leadership())
-    event(saves, lead, 1, 0, 1)
-    saves.denied()
-    saves.denied()
-    saves.seen()  # model.save_pretrained(folder, is_main_process=accelerator.is_main_process)
-    event(saves, lead, 1, 1)
-    assert caplog.text.count("may be missing") == 1
-
-
 @pytest.fixture
 def slots() -> Iterator[tuple[Board, list[Slot]]]:
     board = Board(2)
@@ -76,20 +57,16 @@ def slots() -> Iterator[tuple[Board, list[Slot]]]:
     os.close(board._read)
 
 
-@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("dies", [False, True])
 def test_at_the_end_it_waits_for_the_main_process(
-    dies: bool, own: bool, slots: tuple[Board, list[Slot]]
+    dies: bool, slots: tuple[Board, list[Slot]]
 ) -> None:
-    """`own`: the script has written by itself, too, which nothing can make up for."""
     board, (main, other) = slots
     lead = leadership()
     saves, written = Saves(lead), list[str]()
     event(saves, lead, 1, 0, 1)
     main.leads(True)
     saves.save(lambda: None, lambda: written.append("last"))
-    if own:
-        saves.denied()
     other.over(True)
     waiting = threading.Thread(target=saves.outlive, args=(other,))
     waiting.start()
@@ -100,4 +77,50 @@ def test_at_the_end_it_waits_for_the_main_process(
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
     assert written == (["last"] if dies else [])
-    assert board.look(1).leads is (dies and not own)
+    assert board.look(1).leads is dies
+
+
+def asks(own: OwnWrites) -> None:
+    """As a script does: if accelerator.is_main_process: ..."""
+    own.may_begin()
+
+
+def test_where_the_script_writes_by_itself_is_known_until_it_comes_to_something_else(
+    slots: tuple[Board, list[Slot]],
+) -> None:
+    board, (main, other) = slots
+    own = OwnWrites(main)
+    asks(own)
+    place = board.look(0).writes
+    assert place.endswith("of test_main_saves.py")
+    own.over()
+    assert board.look(0).writes == ""
+    asks(own)
+    own.told()  # model.save_pretrained(folder, is_main_process=accelerator.is_main_process)
+    assert board.look(0).writes == ""
+    asks(own)
+    own.may_begin()
+    own.told()
+    assert board.look(0).writes == place, "the block goes on"
+    board.died(0)
+    board.clear(0)
+    assert (board.look(0).writes, board.look(0).lost) == ("", place)
+    own = OwnWrites(other)
+    own.may_begin()
+    own.over()
+    assert board.look(0).lost == place, "another place"
+    asks(own)
+    assert board.look(0).lost == place, "it may die there, too"
+    own.over()
+    assert board.look(0).lost == ""
+
+
+def test_a_library_that_asks_writes_what_is_held(slots: tuple[Board, list[Slot]]) -> None:
+    board, (main, _) = slots
+    own = OwnWrites(main)
+    names = {"__name__": "accelerate.accelerator", "own": own}
+    exec("def print(): own.may_begin()\ndef is_main_process(): own.may_begin()", names)
+    names["print"]()
+    assert board.look(0).writes == ""
+    names["is_main_process"]()
+    assert board.look(0).writes.endswith("of test_main_saves.py")

@@ -189,6 +189,32 @@ def test_an_error_of_the_script_is_no_loss_of_what_its_leader_writes() -> None:
     assert (rules.missing(), rules.exit_code()) == ("", 1)
 
 
+@pytest.mark.parametrize("written_again", [False, True])
+def test_the_job_fails_if_its_leader_dies_where_the_script_writes_by_itself(
+    written_again: bool,
+) -> None:
+    """Another leads after it; but what is not whole stays so until a leader comes to that place again."""
+    rules = policy(2)
+    leader, other = rules.children
+    leader.seen.joined = other.seen.joined = leader.seen.leads = True
+    leader.seen.writes = leader.seen.lost = "line 7 of train.py"
+    said = rules.ended(leader, -9, 1.0)
+    assert "where the script itself may have been writing (line 7 of train.py); it is" in said
+    other.seen.leads = True
+    assert rules.due(2.0) == [leader]
+    assert leader.seen.writes == ""
+    leader.process = object()  # type: ignore[assignment]
+    assert rules.missing() == "", "it may be written again"
+    if written_again:
+        leader.seen.lost = ""
+    rules.ended(other, 0, 3.0)
+    rules.ended(leader, 0, 4.0)
+    assert ("(line 7 of train.py), and no main process came there" in rules.missing()) == (
+        not written_again
+    )
+    assert rules.exit_code() == (0 if written_again else 128 + 9)
+
+
 def test_one_that_hangs_is_killed_when_it_has_printed_its_stacks() -> None:
     rules = policy(2)
     child = rules.children[1]
