@@ -46,7 +46,7 @@ class LaunchedLighthouse:
     Args:
         bind: "tcp://host:port"; port 0 means any free one.
         config: all other options.
-        linger_s: when it is to end, it stays until it was unused for this many seconds.
+        linger_s: when it is told to end, it first stays until it has been unused for this many seconds.
 
     Blocks until it listens, about 0.3 s. Raises OSError, with a sentence, if it can't. Any thread.
     """
@@ -95,7 +95,7 @@ class LaunchedLighthouse:
 
 
 class Idle:
-    """Whether a server has had nothing to do for `limit_s` seconds. Reads no clock.
+    """Tells when a server has had nothing to do for `limit_s` seconds. Reads no clock.
 
     Raises ValueError unless `limit_s` is positive.
     """

@@ -1,5 +1,5 @@
-"""Which process is the main one: it writes files and logs, and prints. And what it leaves to the next one: runs of
-trackers, which that continues, and saves that it may not have made."""
+"""Which process is the main one, which writes files and logs, and prints; and what the next main process takes over
+from it: the runs of trackers, and saves that it may not have made."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Leadership:
         return self.mine
 
     def open(self, opens: Callable[[], None], failed: Callable[[Exception], None]) -> Opening:
-        """Open something that only the main process has, alongside the training. Its thread acts for the
-        main process, until all that has waited is done."""
+        """Open something that only the main process has, in a thread beside the training, which counts as the
+        main process until all calls that have waited are done."""
         opening = Opening("ft_accelerate trackers", opens, failed)
         self._openings = [*(each for each in self._openings if not each.over), opening]
         return opening
@@ -105,7 +105,7 @@ class Leadership:
             self._take(part.rank == 0 and knows)
 
     def decide(self, part: Participation | None, index: int, whole: Mapping[int, bool]) -> None:
-        """The headers of this quorum are there. `index`: of this process; `whole`: what `main_of` asks for."""
+        """The headers of this quorum have arrived. `index`: of this process; `whole`: as in `main_of`."""
         self._led_in = NO_QUORUM if part is None else part.quorum_id
         contributes, self.main = part is not None and part.rank is not None, main_of(whole)
         self._take(contributes and self.main // self._size == index // self._size)
@@ -190,8 +190,8 @@ class TrackerRuns:
         self._told = quorum_id, self._changes
 
     def hear(self, packed: bytes) -> None:
-        """What the main process has added. If this one is it next, and is killed before it has opened
-        them, the one after that must know them, too: so they are news again."""
+        """What the main process has added. If this process is the next main one, and is killed before it has
+        opened the runs, the one after it must know them, too: so they are news again."""
         self._theirs = json.loads(packed)
         self._changes += 1
 

@@ -1,7 +1,7 @@
 """What the processes of a supervisor tell it, in memory that they share with it: no message per step.
 
 Each child has a slot: whether it trains, its step, how many steps it has committed, and for each
-rank until when its loop must be back, if it hangs. A byte in a pipe wakes the supervisor where it has
+rank until when its loop must be back, if it hangs. A byte in a pipe wakes the supervisor when it has
 to look. The two descriptors and the child's number are in the environment.
 
 Behind the slots each rank has room for the stacks that it prints when the supervisor asks for them: those
@@ -32,7 +32,7 @@ ENV_BOARD = "FT_SUPERVISOR_BOARD"
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGABRT
 """Has a process print the stacks of all of its threads."""
 LEADER_LOOK_S = 0.05
-"""How often a process looks that waits for the leader: only the supervisor is woken."""
+"""How often a process that waits for the leader looks at the board: only the supervisor is woken."""
 _RANKS_AT, _RANKS = 64, 128
 _WRITES_AT, _LOST_AT, _PLACE_BYTES = 1088, 1184, 96
 _ERROR_AT, _ERROR_BYTES = 1280, 768
@@ -198,7 +198,7 @@ class Slot:
         self._set(_OVER_AT, yes)
 
     def failed(self, error: str) -> None:
-        """The error with which this process ends, for the supervisor's last line."""
+        """This process ends with `error`, which the supervisor repeats in its last line."""
         line = " ".join(error.split())
         _put_text(self._memory, self._at + _ERROR_AT, _ERROR_BYTES, line)
 
@@ -260,7 +260,7 @@ class Slot:
         return {child: card for child, card in found.items() if card is not None}
 
     def card(self, child: int, rank: int = 0) -> dict[str, Any] | None:
-        """The card of a rank of a child; None: it has none, is known to be dead, or is just writing."""
+        """The card of a rank of a child; None: it has none, is known to be dead, or is just being written."""
         at = child * _SLOT_BYTES
         return None if self._get(at + _DEAD_AT) else _card_in(self._memory, at, rank)
 

@@ -1,4 +1,4 @@
-"""The template: a process that has imported what others import, and forks them when it is told to.
+"""The template: a process that has imported the libraries of those that train, and forks one when it is told to.
 
 It runs no user code, starts no thread, and makes no CUDA call; `unsafe` looks whether an import has.
 A replacement is forked twice: the supervisor, a subreaper at that moment, becomes its parent when the
