@@ -93,6 +93,11 @@ class Child:
         """Whether its process has not been reported as ended."""
         return self.process is not None
 
+    def supervision(self, children: int) -> Supervision:
+        """What its next process is told of itself. `children`: how many there are."""
+        pid, restarts = os.getpid(), self.restarts
+        return Supervision(pid=pid, restarts=restarts, child=self.index, children=children)
+
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
@@ -334,7 +339,7 @@ def supervise(
 
     Args:
         command: of every child.
-        environment: `environment(index)` returns a child's, at each start; `Supervision` is added to it.
+        environment: called with a child's index at each start; its environment, but for `Supervision`.
         count: of children.
         min_alive, max_restarts, elsewhere: see `Roster` and `RestartPolicy`.
         first: the replica group number of the first child.
@@ -355,10 +360,8 @@ def supervise(
     def start(child: Child) -> None:
         board.clear(child.index)
         # A process group of its own, so that the terminal's Ctrl-C reaches it only through us.
-        told = Supervision(
-            pid=os.getpid(), restarts=child.restarts, child=child.index, children=count
-        )
-        env = environment(child.index) | told.environment() | board.environment(child.index)
+        told = child.supervision(count).environment() | board.environment(child.index)
+        env = environment(child.index) | told
         child.process = popen(command, env=env, process_group=0, pass_fds=board.descriptors)
         ends = child.index, child.process, events
         threading.Thread(target=_wait, args=ends, daemon=True).start()
