@@ -26,7 +26,7 @@ from ft_core.environment import ENV_SUPERVISOR, Supervision
 from ft_core.launch.board import DUMP_SIGNAL, inherited
 from ft_core.launch.restarts import BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import die_with, take
-from ft_core.launch.warm.template import spawn
+from ft_core.launch.warm.replacement import spawn
 
 _LOWEST_PORT = 10_000
 """Of those that a group's store may have; services have their fixed ports below, mostly."""
