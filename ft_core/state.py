@@ -40,7 +40,7 @@ from ft_core.heal import (
     unpack,
 )
 from ft_core.heal.objects import naming_option
-from ft_core.heal.shardings import Sharding, dtensor_type, local_part, shardings
+from ft_core.heal.shardings import Sharding, at_rest, dtensor_type, local_part, shardings
 from ft_core.launch import kept_files
 from ft_core.launch.board import slot
 from ft_core.launch.kept import Card, Version
@@ -149,11 +149,12 @@ class State:
 
     def save(self) -> dict[str, Any]:
         """All parts by key: what their functions return, not copied."""
-        return {key: save() for key, save in self.parts()}
+        with at_rest():
+            return {key: save() for key, save in self.parts()}
 
     def sharded(self) -> bool:
-        """Whether it holds shards (DTensors). Those are read at a step's boundary only: to ask for what
-        FSDP has gathered in forward frees memory that backward still needs, and a rank that was not asked
+        """Whether it holds shards (DTensors). Those are taken at a step's boundary only: to load into what
+        FSDP has gathered in forward frees memory that backward still needs, and a rank that takes none
         would then run other collectives than its siblings."""
         return bool(shardings(self.save()))
 
@@ -303,7 +304,8 @@ class State:
         into other memory."""
         self._offered = None
         if self._in_place and behind:
-            tree = self._tree(without=self._read_in_step)
+            with at_rest():
+                tree = self._tree(without=self._read_in_step)
             self._shardings = shardings(tree)
             self._offered = tree_map(_if_large, tree) if _versions(tree) else None
 

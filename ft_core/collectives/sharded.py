@@ -27,8 +27,11 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from ft_core.collectives.allreduce import average, check_devices
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
-from ft_core.heal.shardings import local_part
+from ft_core.heal.shardings import local_part, sharded_models
 from ft_core.step import ShardManager, StartedReduce, new_part
 
 _DIVIDED_AFTER = (torch.float32, torch.bfloat16)
@@ -128,9 +131,10 @@ class Shards:
     """The parameters of a model as they are between steps, also while FSDP has gathered them. Created
     between steps.
 
-    Asking changes nothing: what FSDP has gathered in forward, it does not gather again in backward.
-    If one rank of a group gave that up, the ranks' next collectives would differ, and
-    Gloo ends a process that receives more than it waits for.
+    To ask, or to save the state within `at_rest`, changes nothing: what FSDP has gathered in forward, it does
+    not gather again in backward. If one rank of a group gave that up, which compares or serves its state where
+    its sibling does not (the attempt of that one has failed, or no observer asks it), the ranks' next
+    collectives would differ, and Gloo ends a process that receives more than it waits for.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -139,6 +143,7 @@ class Shards:
                 module.reshard()
         # Kept as long as the model: a weak reference to a parameter would prevent `model.to(...)`.
         self._known = weakref.WeakKeyDictionary({model: dict(model.named_parameters())})
+        sharded_models.add(self)
 
     def __call__(self) -> list[Tensor]:
         """All of them, in the model's order; none, if the model is gone. Any thread but in backward."""
@@ -148,6 +153,41 @@ class Shards:
                     known[name] = parameter  # another one, if the model was moved to a device
             return [known[name] for name, _ in model.named_parameters()]
         return []
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """See `ShardedModel`. A `state_dict` within it gives nothing up either: FSDP's hook is put aside."""
+        changes: list[tuple[Callable[[Any, Any], None], Any, Any, Any]] = []
+        for model in self._known:
+            shards = dict(zip(model.parameters(), self(), strict=True))
+            for module in model.modules():
+                hooks, put = module._state_dict_pre_hooks, partial(setattr, module)
+                changes += [
+                    (put, name, held, shards[held])
+                    for name, held in module.named_parameters(recurse=False)
+                    if shards[held] is not held
+                ]
+                changes += [
+                    (hooks.__setitem__, key, hook, _free_nothing)
+                    for key, hook in hooks.items()
+                    if _frees(hook)
+                ]
+        for change, key, _, value in changes:
+            change(key, value)
+        try:
+            yield
+        finally:
+            for change, key, before, _ in changes:
+                change(key, before)
+
+
+def _frees(hook: Any) -> bool:
+    """Whether this hook is FSDP's, by which a `state_dict` begins with giving up what is gathered."""
+    return getattr(hook, "__module__", "").startswith(FSDPModule.__module__)
+
+
+def _free_nothing(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+    """In place of FSDP's hook."""
 
 
 def _placed(parameter: Tensor) -> object:

@@ -1,11 +1,13 @@
-"""DTensors in a state: this process's parts of them, and how they are sharded."""
+"""DTensors in a state: this process's parts of them, and how they are sharded; models whose parameters are."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -90,3 +92,28 @@ def check_alike(shape: list[int], alike: Alike, part: tuple[int, ...], mine: Any
         f"there and {said(mine.shape, local.shape, here)} here; give all replica groups the same mesh "
         "and the same fully_shard() calls."
     )
+
+
+# ---------------------------------------------------------------- models
+
+
+class ShardedModel(Protocol):
+    """`collectives.sharded.Shards`."""
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Within it the model holds its shards, also where they are gathered now, and again what it holds now
+        afterwards."""
+
+
+sharded_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+"""Of this process."""
+
+
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """Within it a state can be saved as it is between steps, and that changes nothing. The loop's thread, or one
+    for which that waits."""
+    with ExitStack() as stack:
+        for model in list(sharded_models):
+            stack.enter_context(model.at_rest())
+        yield

@@ -78,6 +78,7 @@ class RunOptions:
     shards: int = (
         0  # ranks of a group that trains a model of shards (`tests.ft_core.sharded.training`)
     )
+    asks_after_forward: bool = False  # of shards: a collective stands between forward and backward
 
 
 @dataclass(slots=True)

@@ -4,14 +4,17 @@ comes back; the other group loses nothing but the step that it was in."""
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
+from lighthouse import LighthouseServer
+from tests.harness.waiting import until
 from tests.process.driver import Job, Worker, all_commit
 
 
-def start_group(job: Job, number: int, *, asynchronous: bool) -> list[Worker]:
-    options = {"shards": 2, "elements": 16, "seed": 7 + number}
+def start_group(job: Job, number: int, *, asynchronous: bool, **more: Any) -> list[Worker]:
+    options = {"shards": 2, "elements": 16, "seed": 7 + number, **more}
     return job.start_ranks(str(number), use_async_quorum=asynchronous, **options)
 
 
@@ -46,3 +49,31 @@ def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
     all_commit([*healthy, *group], 2)
     job.finish(together=True)
     assert all(not report["error"] for w in healthy for report in w.since("ended", 0))
+
+
+@pytest.mark.process
+def test_a_rank_may_serve_its_state_between_forward_and_backward_where_its_sibling_does_not(
+    job: Job, lighthouse: LighthouseServer
+) -> None:
+    """What FSDP has gathered in forward stays with both. Else they would call unlike collectives in backward."""
+    alone = {"asynchronous": False, "asks_after_forward": True, "expected_replicas": 0}
+    early, late = healthy = start_group(job, 0, **alone)
+    step = early.await_commits(2)["step"] + 20
+    for worker in healthy:
+        worker.hold("between", step=step)
+    for worker in healthy:
+        assert worker.await_at("between")["step"] == step
+    group = start_group(job, 1, **alone)
+    until(lambda: lighthouse.status()["jobs"][0]["waiting"] == ["1"], "the other group waits")
+    late.hold("forward")
+    for worker in healthy:
+        worker.go()
+    late.await_at("forward")
+    early.await_event("serve")
+    late.mark()
+    for worker in group:
+        worker.send_signal(signal.SIGKILL)
+    late.await_event("quorum")  # without the other group: this rank's attempt is spent
+    late.go()
+    all_commit(healthy, 4)
+    job.finish(together=True)

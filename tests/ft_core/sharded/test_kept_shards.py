@@ -3,6 +3,7 @@ inside a replica group: tests/ft_lightning/trainer/test_sharded.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ft_core.collectives import sharded
 from ft_core.collectives.retry import RetryableReducer
 from ft_core.collectives.sharded import RetryableShards, Shards
+from ft_core.state import State
 from ft_core.step import StartedReduce
 from tests.ft_core.collectives.test_retry import (
     DATA,
@@ -124,8 +126,18 @@ def test_a_plain_parameter_of_data_parallel_ranks_is_refused() -> None:
         RetryableShards(RetryableReducer.__new__(RetryableReducer), layers(), data_parallel=2)
 
 
+@pytest.fixture
+def asked(between: tuple[nn.Module, Shards]) -> Iterator[tuple[nn.Module, Shards]]:
+    """It is as forward has left it after the test, too."""
+    model, _ = between
+    gathered = [isinstance(p, DTensor) for p in model.parameters()]
+    assert not all(gathered)
+    yield between
+    assert [isinstance(p, DTensor) for p in model.parameters()] == gathered
+
+
 @pytest.fixture(scope="module")
-def asked() -> tuple[nn.Module, Shards]:
+def between() -> tuple[nn.Module, Shards]:
     """A sharded model between forward and backward, and what compares it. For the module: torch keeps the group
     of a mesh, and its socket."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -142,11 +154,25 @@ def test_to_compare_gives_up_nothing_that_a_forward_has_gathered(
     asked: tuple[nn.Module, Shards],
 ) -> None:
     """Else the ranks of a group would run unlike collectives: a rank whose step has failed compares nothing."""
+    _, shards = asked
+    assert all(isinstance(p, DTensor) for p in shards())
+
+
+def test_nor_does_to_serve(asked: tuple[nn.Module, Shards]) -> None:
     model, shards = asked
-    gathered = [isinstance(p, DTensor) for p in model.parameters()]
-    assert not all(gathered)
-    found = shards()
-    assert [isinstance(p, DTensor) for p in model.parameters()] == gathered
-    assert all(isinstance(p, DTensor) for p in found)
+    state = State()
+    state.register("model", model.load_state_dict, model.state_dict)
+    state.register("names", list, lambda: dict(model.named_parameters()))
+    own = dict(zip((name for name, _ in model.named_parameters()), shards(), strict=True))
+    for saved in state.save().values():
+        assert saved.keys() == own.keys()
+        for name, value in saved.items():
+            assert isinstance(value, DTensor)
+            assert value.to_local().data_ptr() == own[name].to_local().data_ptr()
+
+
+def test_a_model_that_is_moved_has_other_shards(between: tuple[nn.Module, Shards]) -> None:
+    model, shards = between
     model.to(torch.float64)
-    assert [p.dtype for p in shards()] == [torch.float64] * len(found)
+    assert [p.dtype for p in shards()] == [torch.float64] * len(list(model.parameters()))
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float64}

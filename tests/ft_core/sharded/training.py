@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ft_core import Manager, Optimizer, ProcessGroupGloo, replicate, state
+from ft_core.collectives.agreement import agree, exchange_headers
 from tests.ft_core.sharded.like_torch import local
 from tests.ft_core.sharded.model import Transformer
 
 PHASES = (
     "begin",  # between two steps
     "gather",  # in a forward, between two all-gathers
+    "forward",  # forward is over, and a collective of the script comes before backward
     "backward",  # between two reductions of a backward
     "between",  # backward is over, the vote is not cast
     "load",  # the healed state has arrived and is being put in place
@@ -77,16 +79,32 @@ def train_shards(worker: Any, options: Any) -> None:
     while not _stops(worker, options.pause_s):
         worker._now = manager.current_step()
         worker._at("begin")
-        optimizer.zero_grad()
+        if not options.asks_after_forward:
+            optimizer.zero_grad()
         worker._now = manager.current_step()
         seed = 1_000 * manager.current_step() + 10 * int(options.name) + options.rank
         tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(seed))
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        if options.asks_after_forward:
+            worker._at("forward")
+            _ask(manager)
+            optimizer.zero_grad()
+        loss.backward()
         worker._at("between")
         optimizer.step()
         _report_step(worker, manager, model, inner)
     manager.shutdown()
     dist.destroy_process_group()
+
+
+def _ask(manager: Manager) -> None:
+    """An operation of the script's, as an Accelerate script's `gather` is."""
+    agree(
+        lambda: exchange_headers(manager.step, [0]),
+        begin=manager.start_quorum,
+        vote=lambda: manager.should_commit(no_update=True),
+        is_behind=lambda: False,
+    )
 
 
 def _stops(worker: Any, pause_s: float) -> bool:
