@@ -237,7 +237,10 @@ class Groups:
     faults: int = 6
     faulty_s: float = 6.0
     keep_every_s: float = 0.0
-    """Interval of the keeper's fetches. All groups are killed now and then; 0: there is none."""
+    """Interval of the keeper's fetches; 0: there is none."""
+    kills_all: int = 3
+    """How often all groups are killed, where there is a keeper."""
+    compare_steps: int = 1
     clock: Clock = field(default_factory=Clock)
     living: dict[str, Group] = field(default_factory=dict)
     lives: list[Group] = field(default_factory=list)
@@ -252,6 +255,7 @@ class Groups:
             timeouts=Timeouts.derive(self.rng.choice((3.0, 6.0))),
             heal_in_place=self.rng.random() < 0.5,
             expected_replicas=len(self.slots) if self.keep_every_s else 0,
+            compare_steps=self.compare_steps,
         )
         network = NetworkProfile(
             heartbeat_timeout_s=self.profile.timeouts.heartbeat_timeout_s, stable_peers=True
@@ -393,6 +397,13 @@ class Groups:
             for number in range(self.size) if kind == "all give up" else (rank,):
                 group.ranks[number].habits.gives_up = True
 
+    def flip(self) -> None:
+        """A bit of one rank's part flips: the state of its group is not that of its peers."""
+        group = self.living[self.rng.choice(sorted(self.living))]
+        group.ranks[self.rng.randrange(self.size)].flip()
+        for world in self.worlds:
+            world.checker.flipped.add(group.replica_id)
+
     def kill(self, group: Group) -> None:
         """All of its processes."""
         for number in reversed(range(self.size)):
@@ -415,7 +426,7 @@ class Groups:
         for _ in range(self.faults):
             when = self.rng.uniform(0.2, self.faulty_s)
             self.clock.at(when, self.strike, self.rng.choice(kinds))
-        for _ in range(3 if self.keep_every_s else 0):
+        for _ in range(self.kills_all if self.keep_every_s else 0):
             self.clock.at(self.rng.uniform(1.5, self.faulty_s), self.strike, "kill all")
         self.clock.run_until(self.faulty_s)
         self.calm()

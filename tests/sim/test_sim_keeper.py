@@ -94,7 +94,7 @@ def found_different(seeds: range) -> None:
         clusters: list[Cluster] = []
         run(seed, one_differs(seed), prepare=clusters.append)
         (checker,) = clusters[0].checkers.values()
-        assert not checker.flipped, "nobody has noticed"
+        assert not checker.flipped, "it was not noticed"
 
 
 def test_what_a_process_has_shown_whose_state_differs_is_taken_back() -> None:
@@ -137,3 +137,28 @@ def test_a_keeper_that_takes_parts_of_two_versions_is_caught(
     monkeypatch.setattr(GroupsKeeper, "sees_part", whichever)
     with pytest.raises(Violation, match="S3"):
         kept_by_ranks(range(30))
+
+
+def found_different_in_one_rank(seeds: range) -> None:
+    """As `one_differs`, in jobs of groups of two ranks."""
+    for seed in seeds:
+        groups = Groups(seed, faults=0, keep_every_s=4.0, kills_all=0, compare_steps=8)
+        at_s = random.Random(f"one rank differs {seed}").uniform(1.5, 3.0)
+        groups.clock.at(at_s, groups.flip)
+        groups.clock.at(at_s + 0.2, groups.keeper.dies)
+        groups.clock.at(at_s + 2.0, groups.strike, "kill all")
+        groups.run()
+        assert not any(world.checker.flipped for world in groups.worlds), "it was not noticed"
+
+
+def test_what_a_group_has_shown_of_which_one_rank_differs_is_taken_back() -> None:
+    found_different_in_one_rank(range(24))
+
+
+def test_a_keeper_that_keeps_the_parts_of_a_diverged_group_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """K4."""
+    monkeypatch.setattr(GroupsKeeper, "disowned", lambda self: None)
+    with pytest.raises(Violation, match="S3: .* has another state at"):
+        found_different_in_one_rank(range(24))
