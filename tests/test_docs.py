@@ -39,6 +39,19 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert not missing
 
 
+def test_each_socket_that_listens_is_in_the_table_of_limits() -> None:
+    text = (ROOT / "docs" / "lighthouse.md").read_text("utf-8")
+    table = text.partition("### Sockets that listen")[2]
+    listens = r"\b(create_server|create_device|bounded_http_server|Endpoint)\(|\.listen\("
+    opens = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES.split("|")[:4]
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(listens, path.read_text("utf-8"))
+    }
+    assert opens == set(re.findall(r"^\| [^|]+ \| `([\w/.]+)`", table, re.MULTILINE))
+
+
 def _anchors(page: Path) -> set[str]:
     """Of the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
