@@ -15,6 +15,7 @@ from lighthouse.config import Timeouts, normalize_address, split_address
 from lighthouse.endpoint import HELLO
 from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
 from lighthouse.own_address import address_that_answers, resolve
+from lighthouse.waits import Overdue
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
     Declared,
@@ -208,7 +209,7 @@ class LighthouseClient:
     def _ask(self, request: Request, kind: type[A], timeout_s: float | None = None) -> A:
         """The answer to `request`."""
         wait_s = self.timeout_s if timeout_s is None else timeout_s
-        overdue, deadline = sockets.Overdue(), time.monotonic() + wait_s
+        overdue, deadline = Overdue(), time.monotonic() + wait_s
         self._connection.receive()  # an answer to an earlier call that came too late
         self._connection.send(request)
         while not overdue.passed(deadline, now := time.monotonic()):

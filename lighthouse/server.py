@@ -39,6 +39,7 @@ from lighthouse.journal import Journal
 from lighthouse.machine.job import Effect, Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
 from lighthouse.status_desk import StatusDesk, refuse
+from lighthouse.waits import Overdue
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
     MAX_NONCE,
@@ -257,7 +258,7 @@ class LighthouseServer:
         endpoint = self._endpoint
         frames = endpoint.polled[0]
         dry, deadline, now = True, self._machine.deadline(), time.monotonic()
-        overdue = sockets.Overdue(LOOK_S)
+        overdue = Overdue(LOOK_S)
         while True:
             ready = self._wait(waiter, self._sleep_ms(dry, deadline))
             if self._wake_read in ready and not self._obey():

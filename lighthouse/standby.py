@@ -95,7 +95,8 @@ class LaunchedLighthouse:
 
 
 class Idle:
-    """Tells when a server has had nothing to do for `limit_s` seconds. Reads no clock.
+    """Tells when a server has had nothing to do for `limit_s` seconds. Reads no clock. While its process was
+    stopped it was not idle: what has come meanwhile may be unread.
 
     Raises ValueError unless `limit_s` is positive.
     """
@@ -104,7 +105,7 @@ class Idle:
         if limit_s <= 0:
             raise ValueError(f"the idle time must be positive, got {limit_s:g}")
         self.limit_s = limit_s
-        self._since = now
+        self._since = self._looked = now
         self._received = -1
 
     def over(self, server: dict[str, Any], now: float) -> bool:
@@ -112,9 +113,11 @@ class Idle:
 
         `server`: the part "server" of `LighthouseServer.status()`.
         """
-        if server["connections"] > 0 or server["received"] != self._received:
+        away = now > self._looked + 2 * self.next_look_s()
+        if away or server["connections"] > 0 or server["received"] != self._received:
             self._received = server["received"]
             self._since = now
+        self._looked = now
         return now - self._since >= self.limit_s
 
     def next_look_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from ft_core.process_group import ProcessGroup, ProcessGroupGloo
 from ft_core.process_group.work import EndedWork, finish_with
 from ft_core.replica.status import Participation
 from ft_core.step import Step, Waitable
+from lighthouse.waits import in_time
 
 T = TypeVar("T")
 work_of: Callable[[Future[Tensor]], dist.Work] = torch._C._distributed_c10d._create_work_from_future
@@ -330,7 +332,7 @@ def with_default(
     """`future`, but `default` in place of an error or of a result later than `timeout_s`, which is
     reported to `on_error` (in any thread)."""
     result: Future[T] = Future()
-    first = threading.Lock()
+    first, ended = threading.Lock(), threading.Event()
 
     def finish_with(value: T, error: Exception | None) -> None:
         if first.acquire(blocking=False):
@@ -344,12 +346,14 @@ def with_default(
         except Exception as caught:
             value, error = default, caught
         finish_with(value, error)
+        ended.set()
 
+    def watch() -> None:
+        if not in_time(ended.wait, deadline):
+            finish_with(default, TimeoutError(f"a future was not done within {timeout_s:g} s"))
+
+    deadline = time.monotonic() + timeout_s
     future.add_done_callback(done)
     if not future.done():
-        late = TimeoutError(f"a future was not done within {timeout_s:g} s")
-        timer = threading.Timer(timeout_s, finish_with, (default, late))
-        timer.daemon = True
-        timer.start()
-        result.add_done_callback(lambda _: timer.cancel())
+        threading.Thread(target=watch, name="ft-timeout", daemon=True).start()
     return result

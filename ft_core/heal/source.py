@@ -515,6 +515,7 @@ class HealServer:
         now = time.monotonic()
         with self._lock:
             current = self._publication
+            # By the clock alone: by then the reader has given up, whichever process was stopped.
             for identity in [i for i, r in self._readers.items() if r.expires <= now]:
                 del self._readers[identity]
             started = [

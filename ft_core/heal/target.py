@@ -48,7 +48,7 @@ from ft_core.heal.transport import (
 )
 from lighthouse.config import split_address
 from lighthouse.errors import ProtocolError
-from lighthouse.sockets import Overdue
+from lighthouse.waits import Overdue
 
 DEFAULT_CHUNK_BYTES = 16 << 20  # measured: calls are few enough for a busy interpreter
 MAX_SOURCES = 1024

@@ -32,6 +32,7 @@ from ft_core.launch.board import Slot, slot
 from ft_core.launch.keeping import UNWANTED_EXIT_CODE
 from ft_core.launch.kept import Card, takes
 from ft_core.launch.supervisor import die_with, say
+from lighthouse.waits import Overdue
 
 log = logging.getLogger("ft_core")
 
@@ -220,7 +221,8 @@ class StateKeeper:
         Until then the card may show an older version: one that was published for this fetch, and retired
         before the server's thread could begin with it.
         """
-        while time.monotonic() < deadline:
+        overdue = Overdue()
+        while not overdue.passed(deadline, time.monotonic()):
             row = self._board.card(child, rank)
             if row is not None:  # else it is dead, or just writing
                 card = Card.of(row)

@@ -42,6 +42,7 @@ from ft_core.launch.restarts import (
     RestartPolicy,
 )
 from ft_core.launch.warm.starter import WarmStarter
+from lighthouse.waits import Overdue
 
 STOP_TIMEOUT_S = 30.0
 DUMP_S = 1.0
@@ -509,12 +510,13 @@ class _Run:
 def take(events: queue.SimpleQueue[T], until: float | None = None) -> T | None:
     """The next one; None: there was none by `until` (`time.monotonic()`). Signals are handled meanwhile,
     also one that interrupts no wait. Main thread."""
+    overdue = Overdue()
     while True:
-        left_s = SIGNAL_LOOK_S if until is None else until - time.monotonic()
+        left_s = SIGNAL_LOOK_S if until is None else overdue.look_at(until) - time.monotonic()
         try:
             return events.get(timeout=min(max(0.0, left_s), SIGNAL_LOOK_S))
         except queue.Empty:
-            if until is not None and time.monotonic() >= until:
+            if overdue.passed(until, time.monotonic()):
                 return None
 
 

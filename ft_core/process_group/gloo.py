@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -47,6 +48,7 @@ from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
 from ft_core.process_group.torch_versions import native_or_not, native_reconfigure_available
 from ft_core.process_group.work import PlainWork, copy_of, finish_with, outputs_of
 from lighthouse.own_address import choose_address
+from lighthouse.waits import in_time
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
@@ -360,9 +362,9 @@ class StagedWork(PlainWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See the module's docstring. Raises the error of the collective, a `ProcessGroupError`. `timeout`
         bounds this wait only; zero: no timeout."""
-        seconds = timeout.total_seconds() if timeout else None
-        if not self._ended.wait(seconds):
-            raise ProcessGroupError(f"{self._operation} has not ended after {seconds} s")
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else None
+        if not in_time(self._ended.wait, deadline):
+            raise ProcessGroupError(f"{self._operation} has not ended within {timeout}")
         if self._error is not None:
             raise copy_of(self._error)
         assert self._end is not None

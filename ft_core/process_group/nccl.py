@@ -27,6 +27,7 @@ from ft_core.process_group.reconfigurable import Communicator, ReconfigurablePro
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
 from ft_core.process_group.torch_versions import native_or_not, nccl2_available
 from lighthouse.own_address import choose_address
+from lighthouse.waits import Overdue
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
@@ -144,9 +145,10 @@ class ClassicCudaDevice(CudaDevice):
         backend.eager_connect_single_device(self._device)
         first = torch.zeros(1, device=self._device)
         connected = self.end_of(backend.allreduce([first], dist.AllreduceOptions()))
-        give_up_at = time.monotonic() + timeout_s
+        give_up_at, overdue = time.monotonic() + timeout_s, Overdue()
         while not connected.query():
-            if backend.get_error().name != "SUCCESS" or time.monotonic() > give_up_at:
+            late = overdue.passed(give_up_at, time.monotonic())
+            if late or backend.get_error().name != "SUCCESS":
                 raise ProcessGroupError("NCCL has not connected its members")
             time.sleep(_CONNECTED_CHECK_S)
 

@@ -42,6 +42,7 @@ from ft_core.process_group.work import (
     StreamWork,
 )
 from lighthouse.own_address import choose_address
+from lighthouse.waits import Overdue
 
 _log = logging.getLogger(__name__)
 _INTERRUPT_EVERY_S = 0.005
@@ -467,13 +468,13 @@ class ReconfigurableProcessGroup(ProcessGroup):
         # Not at once: a caller that sees the end of a work may use its tensors again, so the
         # backend must be done with them. It nearly always is within a millisecond, and then ends
         # the works itself.
-        give_up_at = time.monotonic() + _ABANDON_WITHIN_S
+        give_up_at, overdue = time.monotonic() + _ABANDON_WITHIN_S, Overdue()
         quiescent = 0
         while works:
             works[-1].ended_within(_ABANDON_CHECK_S)
             works = [work for work in works if not work.is_completed()]
             quiescent = quiescent + 1 if communicator.quiescent() else 0
-            if quiescent >= _ABANDON_CHECKS or time.monotonic() > give_up_at:
+            if quiescent >= _ABANDON_CHECKS or overdue.passed(give_up_at, time.monotonic()):
                 break
         for work in works:
             communicator.operation_orphaned(work.issued_at + self.timeout_s)
@@ -568,12 +569,12 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     def _stop_builder(self, builder: _Builder) -> None:
         """Interrupt the builder until it has left the backend."""
-        give_up_at = time.monotonic() + _INTERRUPT_FOR_S
+        give_up_at, overdue = time.monotonic() + _INTERRUPT_FOR_S, Overdue()
         while builder.ident is not None and not builder.connected.is_set():
             # Repeatedly: the backend connects to one peer after the other.
             builder.communicator.interrupt()
             builder.connected.wait(_INTERRUPT_EVERY_S)
-            if time.monotonic() > give_up_at:
+            if overdue.passed(give_up_at, time.monotonic()):
                 _log.warning(
                     "quorum %d: a connect can't be interrupted here and ends at its own timeout",
                     self._quorum_id,

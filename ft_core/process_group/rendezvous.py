@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -39,7 +40,7 @@ from ft_core.errors import ProcessGroupError
 from ft_core.process_group.dialing import Dial, Dialer, give_up_unacknowledged
 from lighthouse.config import MOST_STRANGERS
 from lighthouse.errors import ProtocolError
-from lighthouse.sockets import Overdue
+from lighthouse.waits import Overdue, in_time
 from lighthouse.wire.codec import MessageCodec
 
 PROTOCOL_VERSION = 2
@@ -323,8 +324,7 @@ class Rendezvous:
             for connection in self._connections.values():
                 connection.unsent += to_frame(RendezvousOver())
                 self._flush(connection)
-                # At most these last bytes stay unsent, to a member that does not read; the closed
-                # connection tells it the same.
+                # At most these stay unsent, to a member that does not read; the end tells it the same.
         self.close()
 
     def close(self) -> None:
@@ -398,10 +398,11 @@ class Rendezvous:
         with self._lock:
             return self._keys.setdefault(key, value)
 
-    def lookup(self, key: str, timeout_s: float | None) -> bytes:
-        """Wait for a key to arrive; returns its value. Raises `ProcessGroupError`."""
+    def lookup(self, key: str, deadline: float | None) -> bytes:
+        """The value of a key that comes by `deadline` (None: ever). Raises `ProcessGroupError`."""
+        arrives = partial(self._changed.wait_for, lambda: key in self._keys or self._ended())
         with self._changed:
-            self._changed.wait_for(lambda: key in self._keys or self._ended(), timeout_s)
+            in_time(arrives, deadline)
             if key in self._keys:
                 return self._keys[key]
             self._check()
@@ -686,8 +687,7 @@ class RendezvousStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         end = None if timeout is None else time.monotonic() + timeout.total_seconds()
         for key in keys:
-            left_s = None if end is None else max(0.0, end - time.monotonic())
-            self._current().lookup(self._canonical(key), left_s)
+            self._current().lookup(self._canonical(key), end)
 
     def check(self, keys: list[str]) -> bool:
         return all(self._current().knows(self._canonical(key)) for key in keys)

@@ -26,6 +26,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from ft_core.errors import ProcessGroupError
+from lighthouse.waits import in_time
 
 _log = logging.getLogger("ft_core")
 _IN_BACKEND = timedelta(milliseconds=20)
@@ -324,14 +325,14 @@ class BackendWork(PlainWork):
         """
         if self._watch_once and not self._finished:
             self._wait_in_backend(timeout)
-        seconds = -1.0 if timeout is None else max(0.0, timeout.total_seconds())
-        if timeout is not None and not seconds:
-            seconds = -1.0  # torch's "no timeout"
-        if not self._ended.acquire(timeout=seconds):
+        seconds = 0.0 if timeout is None else max(0.0, timeout.total_seconds())
+        if not seconds:  # torch's "no timeout"
+            with self._ended:
+                pass
+        elif not self.ended_within(seconds):
             raise ProcessGroupError(
                 f"{self.operation} of quorum {self.quorum_id} has not ended after {seconds} s"
             )
-        self._ended.release()
         if self._error is not None:
             raise copy_of(self._error)
         return True
@@ -354,7 +355,11 @@ class BackendWork(PlainWork):
 
     def ended_within(self, seconds: float) -> bool:
         """Wait up to `seconds`; returns whether it has ended, well or not."""
-        if self._ended.acquire(timeout=seconds):
+
+        def wait(left_s: float | None) -> bool:
+            return self._ended.acquire(timeout=-1 if left_s is None else left_s)
+
+        if in_time(wait, time.monotonic() + seconds):
             self._ended.release()
         return self._finished
 

@@ -47,7 +47,8 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import ReplicaStatus
-from lighthouse.sockets import ABSENT_S, READ_S, Overdue, await_ready
+from lighthouse.sockets import await_ready
+from lighthouse.waits import ABSENT_S, READ_S, Overdue
 from lighthouse.wire.messages import NO_QUORUM, NO_TERM, Message, Request, Term
 
 log = logging.getLogger("ft_core")
@@ -138,6 +139,7 @@ class Control:
         self._on_remark, self._on_tick, self._on_place = on_remark, on_tick, on_place
         self._place = NO_TERM, NO_QUORUM
         self._tick_at: float | None = None
+        self._overdue: Overdue | None = None  # something is due; guarded by `_io`
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._io = threading.Lock()
@@ -299,8 +301,18 @@ class Control:
                 except BlockingIOError:
                     pass  # the other thread has taken it
 
+    def _due(self) -> float | None:
+        """When the machine, or `on_tick`, wants to be called."""
+        wanted, tick_at = self.status.deadline, self._tick_at
+        if wanted is None or tick_at is None:
+            return tick_at if wanted is None else wanted
+        return min(wanted, tick_at)
+
     def _timeout(self, deadline: float | None = None) -> float | None:
-        times = [t for t in (self.status.deadline, self._tick_at, deadline) if t is not None]
+        due, overdue = self._due(), self._overdue
+        if due is not None and overdue is not None:
+            due = overdue.look_at(due)
+        times = [t for t in (due, deadline) if t is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _turn(self) -> None:
@@ -320,15 +332,27 @@ class Control:
                     self._on_link_event(event, now)
                 for message in messages:
                     self._handle(message, now)  # type: ignore[arg-type]
-                wanted = self.status.deadline
-                if wanted is not None and wanted <= now:
-                    self._expire(now)
-                elif self._tick_at is not None and self._tick_at <= now:
-                    self._tick(now)
+                due = self._due()
+                if due is None or due > now:
+                    self._overdue = None
+                else:
+                    self._look_at_timers(due, now, dry=not (events or messages))
                 if events or messages:
                     self._notify_waiting()
             if not self._outbox:
                 return
+
+    def _look_at_timers(self, due: float, now: float, dry: bool) -> None:
+        """Something is due, unless it was this process that was away: then its peers' messages, and the
+        collectives, get the time to arrive. Holds `_io` and `_lock`."""
+        self._overdue = self._overdue or Overdue()
+        if not self._overdue.passed(due, now, dry):
+            return
+        wanted = self.status.deadline
+        if wanted is not None and wanted <= now:
+            self._expire(now)
+        else:
+            self._tick(now)
 
     def _on_link_event(self, event: str, now: float) -> None:
         if event == "connected":

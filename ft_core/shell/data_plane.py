@@ -30,6 +30,7 @@ from ft_core.replica.events import (
 from ft_core.replica.status import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.errors import ProtocolError
+from lighthouse.waits import Overdue
 from lighthouse.wire.codec import MessageCodec
 from lighthouse.wire.messages import MAX_NAMED, Member, Silence, name_of
 
@@ -203,11 +204,11 @@ class DataPlane:
         """Any thread; does not block."""
         self._telemetry.emit(REVOKED, quorum_id=effect.quorum_id, reason=effect.reason)
         self._aborted = max(self._aborted, effect.quorum_id)
-        give_up = time.monotonic() + ABORT_PATIENCE_S
+        give_up, overdue = time.monotonic() + ABORT_PATIENCE_S, Overdue()
         while (
             self._configuring == effect.quorum_id
             and self.process_group.quorum_id < effect.quorum_id
-            and time.monotonic() < give_up
+            and not overdue.passed(give_up, time.monotonic())
         ):
             time.sleep(0)  # the plane thread is microseconds away from entering configure
         self.process_group.revoke(ProcessGroupError(effect.reason), quorum_id=effect.quorum_id)

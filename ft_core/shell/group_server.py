@@ -41,7 +41,8 @@ from lighthouse.config import MOST_STRANGERS, Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.own_address import bracketed
-from lighthouse.sockets import READ_S, Overdue, ServerLimits, Waiter
+from lighthouse.sockets import ServerLimits, Waiter
+from lighthouse.waits import READ_S, Overdue
 from lighthouse.wire import codec
 from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Request
 

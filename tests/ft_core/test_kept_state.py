@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -259,6 +260,15 @@ def test_an_older_version_on_the_card_does_not_end_the_wait_for_the_one_that_was
             slot().tell(replace(card, version=newer).row())
             assert found.result(PATIENCE_S)
         assert kept_step(kept) == newer.step
+
+
+def test_what_a_member_has_confirmed_counts_for_a_keeper_that_was_stopped(board: Board) -> None:
+    with keeper(board) as kept:
+        card = Card("tcp://127.0.0.1:1/word", ("job",), Version(3, "three", 1, 1))
+        slot().tell(card.row())
+        version, past = HealKey(3, "three"), time.monotonic() - 100.0
+        assert kept._confirmed(0, 0, card, version, past) == card
+        assert kept._confirmed(0, 0, card, HealKey(4, "four"), past) is None
 
 
 def test_a_state_that_is_too_large_is_not_kept(board: Board) -> None:

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 import lighthouse.server as server_module
-import lighthouse.sockets as sockets_module
+import lighthouse.waits as waits_module
 from lighthouse.client import SERVICE, LighthouseClient
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.endpoint import Endpoint
@@ -323,7 +323,7 @@ def test_a_vote_that_has_arrived_in_time_is_not_late(
 ) -> None:
     """The server was busy until the deadline had passed, and reads one frame before it looks at it."""
     monkeypatch.setattr(server_module, "BATCH_MESSAGES", 1)
-    monkeypatch.setattr(sockets_module, "PUT_OFF_S", PATIENCE_S)
+    monkeypatch.setattr(waits_module, "PUT_OFF_S", PATIENCE_S)
     limits = Timeouts.derive(
         60.0, heartbeat_timeout_s=3.0, revoke_timeout_s=4.0, join_timeout_s=0.5
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from lighthouse.sockets import EVENTS, POLLIN, PUT_OFF_S, Overdue, Waiter
+from lighthouse.sockets import EVENTS, POLLIN, Waiter
 from tests.harness.waiting import PATIENCE_S
 
 PATIENCE_MS = round(1000 * PATIENCE_S)
@@ -69,31 +69,3 @@ def test_other_sockets_are_seen_beside_one_that_is_always_readable(
         one.send(b"message")
         right.send(b"!")
         assert waiter.wait(PATIENCE_MS) == {two, left}
-
-
-def test_something_is_due_only_after_a_look_that_found_nothing() -> None:
-    overdue = Overdue(look_s=0.5)
-    assert not overdue.passed(None, 10.0)
-    assert not overdue.passed(10.0, 9.9)
-    assert not overdue.passed(10.0, 10.0)  # what came until then may be unread
-    assert overdue.look_at(10.0) == 10.0
-    assert not overdue.passed(10.0, 10.0, dry=False)
-    assert overdue.passed(10.0, 10.0)
-    assert overdue.look_at(20.0) == 20.0
-
-
-def test_a_loop_that_was_away_looks_for_longer() -> None:
-    overdue = Overdue(look_s=0.5)
-    assert not overdue.passed(10.0, 15.0)
-    assert overdue.look_at(10.0) == 15.5
-    assert not overdue.passed(10.0, 15.4)
-    assert not overdue.passed(16.0, 15.45)  # something has come: it waits for the next now
-    assert not overdue.passed(16.0, 16.0)
-    assert overdue.passed(16.0, 16.0)
-
-
-def test_what_keeps_coming_puts_off_what_is_due_for_a_limited_time() -> None:
-    overdue = Overdue()
-    assert not overdue.passed(10.0, 10.0, dry=False)
-    assert not overdue.passed(10.0, 10.0 + PUT_OFF_S - 0.01, dry=False)
-    assert overdue.passed(10.0, 10.0 + PUT_OFF_S, dry=False)

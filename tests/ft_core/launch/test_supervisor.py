@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -508,3 +509,20 @@ def test_a_signal_that_interrupts_no_wait_is_handled(due: float | None) -> None:
     assert take(events, due) == "signalled"
     sender.join()
     signal.signal(signal.SIGUSR1, handled)
+
+
+class Late(queue.SimpleQueue[str]):
+    """The thread that puts its event there was stopped, too: it comes with the second look."""
+
+    looks = 0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> str:
+        self.looks += 1
+        if self.looks == 1:
+            raise queue.Empty
+        return "it has ended"
+
+
+def test_an_event_of_a_supervisor_that_was_stopped_comes_before_what_is_overdue() -> None:
+    """Else it would kill a process that has ended, or is back."""
+    assert take(Late(), time.monotonic() - 100.0) == "it has ended"

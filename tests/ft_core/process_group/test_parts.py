@@ -7,14 +7,21 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ft_core.process_group import ProcessGroupError, choose_address, outgoing_address
+from ft_core.process_group import (
+    ProcessGroupError,
+    ProcessGroupGloo,
+    choose_address,
+    outgoing_address,
+    reconfigurable,
+)
 from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences
 from ft_core.process_group.rendezvous import (
     Address,
@@ -147,9 +154,9 @@ def test_a_key_reaches_the_other_member(listeners: list[Listener]) -> None:
     server.start()
     both[0].gather(deadline)
     both[0].publish("0/0", b"blob")
-    assert both[1].lookup("0/0", 10) == b"blob"
+    assert both[1].lookup("0/0", deadline) == b"blob"
     with pytest.raises(ProcessGroupError, match="no member published"):
-        both[1].lookup("0/7", 0.01)
+        both[1].lookup("0/7", time.monotonic())
     known.set()
     both[1].wake()
     server.join(PATIENCE_S)
@@ -160,7 +167,9 @@ def test_a_key_reaches_the_other_member(listeners: list[Listener]) -> None:
             rendezvous.publish("late", b"")
 
 
-def test_what_has_come_before_the_deadline_is_in_time(listeners: list[Listener]) -> None:
+def test_what_has_come_before_the_deadline_is_in_time(
+    listeners: list[Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process was stopped until it had passed: it has everything that it needs, and reads it first."""
     addresses = [listener.address for listener in listeners]
     both = [Rendezvous(listeners[rank], 1, rank, addresses, b"h%d" % rank) for rank in (0, 1)]
@@ -173,7 +182,17 @@ def test_what_has_come_before_the_deadline_is_in_time(listeners: list[Listener])
     assert both[0].handles == both[1].handles == [b"h0", b"h1"]
     both[0].publish("0/0", b"blob")
     both[0].finish()
-    both[1].pump(lambda: both[1].knows("0/0"), time.monotonic() - 10.0)
+    looks: list[float] = []
+    wait_for = both[1]._changed.wait_for
+
+    def after_the_configuring_thread(condition: Callable[[], bool], seconds: float) -> bool:
+        looks.append(seconds)
+        if looks[1:]:
+            both[1].pump(lambda: both[1].knows("0/0"), time.monotonic() - 10.0)
+        return wait_for(condition, seconds)
+
+    monkeypatch.setattr(both[1]._changed, "wait_for", after_the_configuring_thread)
+    assert both[1].lookup("0/0", time.monotonic() - 10.0) == b"blob"
     both[1].finish()
 
 
@@ -278,3 +297,45 @@ def test_a_process_that_is_too_slow_itself_accuses_no_other(listeners: list[List
         rendezvous.pump(lambda: False, time.monotonic())
     assert not rendezvous.missed(0.0)
     rendezvous.close()
+
+
+class Slow:
+    """A work, and the threads of its backend: they get no processor time while the process is stopped, which it is in
+    the first wait for the work."""
+
+    operation, quorum_id, issued_at = "allreduce", 1, 0.0
+
+    def __init__(self) -> None:
+        self.looks, self.ended_with = 0, list[object]()
+
+    def ended_within(self, seconds: float) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def is_completed(self) -> bool:
+        return self.looks > 1
+
+    def resolve(self, value: object, error: object) -> None:
+        self.ended_with.append(error)
+
+    def quiescent(self) -> bool:
+        return False
+
+    def operation_orphaned(self, until: float) -> None:
+        raise AssertionError("the backend may still write to its tensors")
+
+    def monotonic(self) -> float:
+        return 100.0 * min(self.looks, 1)
+
+
+def test_a_revoked_work_is_not_abandoned_for_the_time_in_which_the_process_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow: Any = Slow()
+    group = ProcessGroupGloo(PATIENCE_S)
+    monkeypatch.setattr(reconfigurable, "time", slow)
+    group._end_or_abandon(slow, [slow], ProcessGroupError("revoked"))
+    monkeypatch.undo()
+    group.shutdown()
+    assert slow.looks == 2
+    assert slow.ended_with == []

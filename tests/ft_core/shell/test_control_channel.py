@@ -87,3 +87,33 @@ def test_a_wait_ends_well_if_what_it_is_for_came_while_the_process_was_stopped(
         assert not control.wait(lambda status: False, time.monotonic())
         monkeypatch.undo()
         replica.close()
+
+
+def test_timers_wait_for_a_look_at_what_came_while_the_process_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that a collective takes too long, or that the time for a late vote is over."""
+    with lighthouse() as server:
+        replica = Replica(server, "r")
+        assert replica.step()
+        control = replica.manager._session.control
+        did, ticked = list[str](), threading.Event()
+        receive, tick = control._link.receive, control._on_tick
+
+        def look() -> Any:
+            did.append("look")
+            return receive()
+
+        def on_tick(status: Any, now: float) -> Any:
+            did.append("tick")
+            ticked.set()
+            return tick(status, now)
+
+        with control._io:
+            monkeypatch.setattr(control._link, "receive", look)
+            monkeypatch.setattr(control, "_on_tick", on_tick)
+            control._tick_at = time.monotonic() - 100.0
+        control.wake()
+        assert ticked.wait(PATIENCE_S)
+        assert did[:2] == ["look", "look"]
+        replica.close()

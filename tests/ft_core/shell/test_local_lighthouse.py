@@ -63,12 +63,19 @@ def end(port: int) -> None:
 def test_idle_is_counted_from_the_last_sign_of_life() -> None:
     idle = Idle(10.0, now=0.0)
     used, unused = {"connections": 1, "received": 5}, {"connections": 0, "received": 5}
-    assert not idle.over(used, 8.0)
-    assert not idle.over(unused, 17.9)
+    assert not any(idle.over(used, now) for now in (4.0, 8.0))
+    assert not any(idle.over(unused, now) for now in (12.0, 16.0, 17.9))
     assert idle.over(unused, 18.0)
-    assert not idle.over({"connections": 0, "received": 6}, 30.0)
+    assert not idle.over({"connections": 0, "received": 6}, 19.0)
     with pytest.raises(ValueError, match="positive"):
         Idle(0.0, now=0.0)
+
+
+def test_a_process_that_was_stopped_was_not_idle() -> None:
+    """Members that have connected meanwhile are in its kernel."""
+    idle, unused = Idle(10.0, now=0.0), {"connections": 0, "received": -1}
+    assert not any(idle.over(unused, now) for now in (2.5, 500.0, 502.5, 507.5))
+    assert idle.over(unused, 510.0)
 
 
 @pytest.mark.process
