@@ -23,7 +23,7 @@ which speaks for all of them:
 - A rank that is gone breaks the group: the others end with an error and the launcher starts the
   group anew; the lighthouse hears a goodbye, so that the other groups train on at once.
 
-Same four methods as the lighthouse's machine; `GroupServer` gives it sockets.
+It has no timers: the ranks repeat what is not answered. `GroupServer` gives it sockets.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class GroupLeader:
 
     # ------------------------------------------------------------------ events
 
-    def handle(self, peer: Peer, message: Request, now: float) -> list[GroupEffect]:
+    def handle(self, peer: Peer, message: Request) -> list[GroupEffect]:
         """A request from a rank."""
         rank = rank_of(peer)
         if rank is None or rank >= self._size:
@@ -148,7 +148,7 @@ class GroupLeader:
             self._on_reach_report(rank, message)
         return self._drain()
 
-    def from_lighthouse(self, message: Reply, now: float) -> list[GroupEffect]:
+    def from_lighthouse(self, message: Reply) -> list[GroupEffect]:
         """What the lighthouse says to the group."""
         if isinstance(message, Decision | Quorum):
             self.unanswered = None
@@ -209,7 +209,7 @@ class GroupLeader:
         self._late.discard(rank)
         self._hear_held()
 
-    def disconnected(self, peer: Peer, now: float) -> list[GroupEffect]:
+    def disconnected(self, peer: Peer) -> list[GroupEffect]:
         """The connection of a rank is gone."""
         rank = rank_of(peer)
         if rank is None or self._broken:
@@ -247,28 +247,10 @@ class GroupLeader:
             (r for r in range(self._size) if r not in self._gone), Refused(job, self._broken)
         )
 
-    def expire(self, now: float) -> list[GroupEffect]:
-        """No timers: the ranks repeat what is not answered."""
-        return []
-
-    def deadline(self) -> float | None:
-        """None: there are no timers."""
-        return None
-
     def check(self) -> None:
         """Assert every invariant."""
         steps = {(v.quorum_id, v.step) for v in self._votes.values()}
         assert len(steps) <= 1, "votes of two steps side by side"
-
-    def status(self) -> dict[str, object]:
-        """For people; plain JSON types."""
-        return {
-            "group": {
-                "joined": sorted(self._joins),
-                "voted": sorted(self._votes),
-                "broken": self._broken,
-            }
-        }
 
     # ------------------------------------------------------------------ requests
 

@@ -161,12 +161,12 @@ class GroupServer:
         while True:
             ready = waiter.wait(self._sleep_ms())
             now = time.monotonic()
-            self._take_requests(now)
+            self._take_requests()
             if self._wake_read in ready:
                 return  # after the last requests: a leave is among them
             self._take_replies(now)
             for peer in self._endpoint.take_lost(dry=True):
-                self._apply(self._machine.disconnected(_name(peer), now))
+                self._apply(self._machine.disconnected(_name(peer)))
             self._look_at_lighthouse(now)
 
     def _sleep_ms(self) -> int | None:
@@ -183,7 +183,7 @@ class GroupServer:
             rank_of(rank.encode()) is not None
         )
 
-    def _take_requests(self, now: float) -> None:
+    def _take_requests(self) -> None:
         self._endpoint.attend()
         while (entry := self._endpoint.receive()) is not None:
             peer, data = entry
@@ -199,7 +199,7 @@ class GroupServer:
             if isinstance(message, Join):
                 self._job = message.job
             self._ranks[_name(peer)] = peer
-            self._apply(self._machine.handle(_name(peer), cast(Request, message), now))
+            self._apply(self._machine.handle(_name(peer), cast(Request, message)))
 
     def _take_replies(self, now: float) -> None:
         for event in self._upstream.events():
@@ -210,7 +210,7 @@ class GroupServer:
             else:
                 self._away_since = now
         for message in self._upstream.receive():
-            self._apply(self._machine.from_lighthouse(message, now))  # type: ignore[arg-type]
+            self._apply(self._machine.from_lighthouse(message))  # type: ignore[arg-type]
 
     def _look_at_lighthouse(self, now: float) -> None:
         limit_s, away = self._timeouts.connect_timeout_s, self._away_since

@@ -548,15 +548,15 @@ class GroupStage(ReplicaStage):
     def do(self, words: Words) -> list[str]:
         leader = self.leader
         if words.name == "gone":
-            effects = leader.disconnected(peer_of(int(words.plain[0])), 0.0)
+            effects = leader.disconnected(peer_of(int(words.plain[0])))
         elif words.name == "status":
             return [f"unanswered {show(leader.unanswered, self.hidden)}"]
         elif words.name.isdigit():
             rank, said = words.name, words.plain.pop(0)
             message = getattr(self, f"_says_{said}")(rank, words)
-            effects = leader.handle(peer_of(int(rank)), message, 0.0)
+            effects = leader.handle(peer_of(int(rank)), message)
         else:
-            effects = leader.from_lighthouse(getattr(self, f"_{words.name}")(words), 0.0)
+            effects = leader.from_lighthouse(getattr(self, f"_{words.name}")(words))
         leader.check()
         return [self._line(effect) for effect in effects]
 

@@ -162,11 +162,11 @@ class Group:
 
     def asked(self, rank: int, message: Request) -> None:
         if self.alive:
-            self._apply(self.leader.handle(peer_of(rank), message, self.groups.clock.now))
+            self._apply(self.leader.handle(peer_of(rank), message))
 
     def hear(self, message: Reply) -> None:
         if self.alive:
-            self._apply(self.leader.from_lighthouse(message, self.groups.clock.now))
+            self._apply(self.leader.from_lighthouse(message))
 
     def link_up(self) -> None:
         if self.leader.unanswered is not None:
@@ -208,7 +208,7 @@ class Group:
 
     def _lost(self, rank: int) -> None:
         if self.alive:
-            self._apply(self.leader.disconnected(peer_of(rank), self.groups.clock.now))
+            self._apply(self.leader.disconnected(peer_of(rank)))
         self.groups.restart_if_ended(self)
 
     def _leader_gone(self) -> None:

@@ -56,13 +56,13 @@ class Group:
         self.leader.check()
 
     def says(self, rank: int, message: Message) -> None:
-        self._take(self.leader.handle(peer_of(rank), message, 0.0))
+        self._take(self.leader.handle(peer_of(rank), message))
 
     def hears(self, message: Message) -> None:
-        self._take(self.leader.from_lighthouse(message, 0.0))
+        self._take(self.leader.from_lighthouse(message))
 
     def loses(self, rank: int) -> None:
-        self._take(self.leader.disconnected(peer_of(rank), 0.0))
+        self._take(self.leader.disconnected(peer_of(rank)))
 
     def join(self, rank: int, step: int = 3, lineage: str = "a") -> None:
         address = b"at-%d" % rank
