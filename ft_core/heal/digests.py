@@ -1,22 +1,12 @@
 """Digests: of raw bytes on the wire, of a whole state, and of the part of it that members compare.
 
-A block of up to 1 MiB is read as little-endian 64-bit words x0, x1, ... and reduced to
+On the host they are XXH3 (64 bits), which takes as long as reading the memory: two states that differ by an
+accident (bad memory, torn reads, wrong offsets, diverged replicas) have equal sums with a probability of 2**-64.
+It is no protection from an attacker.
 
-    a = sum(x[i] * w[i])                 mod 2**64
-    b = sum(y[i] * w[i])                 mod 2**64, y being the words that start four bytes later
-
-with fixed pseudo-random odd weights w. Both sums, the block's last 16 bytes and the total length
-are mixed by blake2b over all blocks.
-
-What it detects. A change inside one word: always, since w is odd. Several changed words: `a` misses
-them with probability 2**-(63 - t), where t is the number of low bits that are zero in all
-differences; it is blind to an even number of flipped top bits. Those top bits are bits 31 of b's
-words, for which `b` misses with probability about 2**-32. Permuted words count as several changed
-words. This guards against accidents (bad memory, torn reads, wrong offsets, diverged replicas), not
-against an attacker who knows the weights.
-
-Measured on one core of the reference machine: 9 to 11 GB/s, against 4 to 7 of crc32. torch.dot is
-used because it is fast on unaligned words, takes no thread pool and releases the GIL.
+On a device they are sums of 64-bit words, each times a fixed odd weight, modulo 2**64. A change inside one
+word is always seen. Several changed words are missed with a probability of 2**-(63 - t), where t is the number
+of low bits that are zero in all differences: an even number of flipped top bits is not seen.
 
 What members compare (`ComparedState`). Members at an equal version hold equal parameters. A bit that flips
 in one member's memory, a loop that has changed them, or a heal that has not restored them all breaks this
@@ -27,16 +17,15 @@ Compared is what is registered: parameters, as they are after the last update, s
 for the vote. Not compared are buffers, which a forward may change at any time. The state of the
 optimizer is seen in the parameters with the next update, so it need be compared after heals only.
 
-Digests read memory at its full speed, and their cost is spread over many steps. On CUDA kernels are
-queued on the current stream, in front of the point at which the vote waits for it.
+Their cost is spread over many steps. On CUDA kernels are queued on the current stream, in front of the point
+at which the vote waits for it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -58,77 +47,24 @@ from ft_core.heal.format import (
 from ft_core.heal.objects import NUMPY_KINDS
 from ft_core.heal.shardings import dtensor_type, local_part
 
-BLOCK_BYTES = 1 << 20
-SUM_BYTES = 16
 _WORD = 8
-_TAIL_BYTES = 16
+_WEIGHTS = 1 << 17
 _PIECE_BYTES = 16 << 20
 """What one thread reads at once, or a device, which needs memory for its product with the weights."""
 
 
-@cache
-def weights() -> torch.Tensor:
-    """Odd 64-bit weights by splitmix64: the same on every machine and in every release."""
-    with np.errstate(over="ignore"):
-        z = np.arange(1, BLOCK_BYTES // _WORD + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(z.view(np.int64))
-
-
-def _dot(data: torch.Tensor, start: int, words: int) -> int:
-    """Weighted sum of `words` 64-bit words that begin `start` bytes into the uint8 tensor `data`."""
-    if words <= 0:
-        return 0
-    # Typed at any byte offset: x86-64 and arm64 both load unaligned words.
-    typed = torch.frombuffer(data.numpy().data, dtype=torch.int64, count=words, offset=start)
-    return int(torch.dot(typed, weights()[:words]))
-
-
-class WireSum:
-    """XXH3 (64 bits) of bytes as they come: what a heal's chunks are checked by. One thread.
-
-    Four to five times as fast as `checksum`, which stays for what is compared from version to version.
-    Against accidents, not against an attacker.
-    """
-
-    def __init__(self) -> None:
-        self._mixer = xxhash.xxh3_64()
-
-    def add(self, parts: Sequence[memoryview]) -> None:
-        """Add these bytes. Releases the GIL."""
-        for part in parts:
-            self._mixer.update(part)
-
-    def value(self) -> int:
-        """The sum of all bytes so far."""
-        return self._mixer.intdigest()
-
-
-def checksum(data: torch.Tensor) -> bytes:
-    """The 16-byte checksum of a contiguous one-dimensional uint8 CPU tensor. Any thread."""
-    assert data.dtype == torch.uint8
-    assert data.dim() == 1
-    assert data.is_contiguous()
-    total = data.numel()
-    mixer = hashlib.blake2b(total.to_bytes(8, "little"), digest_size=SUM_BYTES)
-    with torch.inference_mode():
-        for start in range(0, total, BLOCK_BYTES):
-            length = min(BLOCK_BYTES, total - start)
-            words = length // _WORD
-            first = _dot(data, start, words)
-            second = _dot(data, start + 4, (length - 4) // _WORD)
-            mixer.update(struct.pack("<qq", first, second))
-            tail = data[start + max(0, length - _TAIL_BYTES) : start + length]
-            mixer.update(tail.numpy().tobytes())
-    return mixer.digest()
+def checksum(parts: Iterable[memoryview]) -> int:
+    """The XXH3 (64 bits) of these bytes. Any thread; the GIL is free meanwhile."""
+    mixer = xxhash.xxh3_64()
+    for part in parts:
+        mixer.update(part)
+    return mixer.intdigest()
 
 
 def digest(tree: Any, *, allow_objects: bool = False, threads: int = 2) -> str:
     """A fingerprint of a whole state, as 16 hex digits.
 
-    Equal for bitwise equal states; different states collide with probability of about 2**-31.
+    Equal for bitwise equal states; different states collide with a probability of 2**-64.
     It covers every bit (-0.0 is not 0.0), the order inside tensors, shapes, dtypes, keys and Python
     values. It ignores devices, strides, shared memory, and the insertion order of dicts (but not of
     an OrderedDict). Up to `threads` threads run while this call lasts. Any thread, while the state
@@ -172,16 +108,13 @@ def digest(tree: Any, *, allow_objects: bool = False, threads: int = 2) -> str:
 
 
 def _piece_sum(piece: torch.Tensor) -> bytes:
-    return checksum(piece if piece.device.type == "cpu" else piece.cpu())
+    return checksum([piece.cpu().numpy().data]).to_bytes(_WORD, "little")
 
 
 # ---------------------------------------------------------------- what members compare
 
 SLICES = 32
 """At most; a step in `steps // SLICES` has one. Fewer, larger slices cost less than many small ones."""
-DIGEST_BYTES = 8
-SMALL_BYTES = 2_048
-"""Up to this size bytes are hashed as they are, which is faster than a checksum of them."""
 
 Tensors = Callable[[], Iterable[Tensor]]
 
@@ -281,17 +214,15 @@ class Digest:
     """A digest that is being computed. Thread: the training loop's."""
 
     def __init__(self, tensors: list[Tensor], spans: list[Span]) -> None:
-        self._mixer = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._mixer = xxhash.xxh3_64()
         self._on_device: list[Tensor] = []
         with torch.inference_mode():
             for span in spans:
                 data = _bytes(tensors[span.tensor])[span.start : span.stop]
                 if data.device.type != "cpu":
                     self._on_device += _device_sums(data)
-                elif data.numel() <= SMALL_BYTES:
-                    self._mixer.update(data.numpy().data)
                 else:
-                    self._mixer.update(checksum(data))
+                    self._mixer.update(data.numpy().data)
 
     def finish(self) -> bytes:
         """The digest; waits for the devices' kernels."""
@@ -334,4 +265,10 @@ def _device_sums(data: Tensor) -> list[Tensor]:
 
 @cache
 def _weights_on(device: torch.device) -> Tensor:
-    return weights().to(device)
+    """Odd 64-bit weights by splitmix64: the same on every machine and in every release."""
+    with np.errstate(over="ignore"):
+        z = np.arange(1, _WEIGHTS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(z.view(np.int64)).to(device)

@@ -19,7 +19,7 @@ from ft_core.heal import HealError, HealKey, HealServer, bulk, fetch, pack, tran
 from ft_core.heal import protocol as wire
 from ft_core.heal import target as target_module
 from ft_core.heal.bulk import BulkReport, BulkStream, Inbox, News
-from ft_core.heal.digests import WireSum
+from ft_core.heal.digests import checksum
 from ft_core.heal.format import Manifest
 from ft_core.heal.receive import Receiver
 from ft_core.heal.transport import HealAddress, reading_socket
@@ -43,9 +43,7 @@ def ask(chunk: int, *missing: int, count: int | None = None) -> bytes:
 
 def sum_of(data: bytes) -> int:
     """The checksum that a trailer holds."""
-    summed = WireSum()
-    summed.add([memoryview(data)])
-    return summed.value()
+    return checksum([memoryview(data)])
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:
