@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +96,11 @@ class Outlet:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Memory of a chunk as it lay when its reading began. `total`: its checksum, if it is known."""
+    """Memory of a chunk as it lay when its reading began. `addresses`: of its segments. `total`: its checksum, if
+    it is known."""
 
     chunk: Chunk
-    segments: tuple[tuple[int, torch.Tensor], ...]
+    addresses: dict[int, int]
     parts: list[memoryview]
     total: int | None
 
@@ -125,7 +127,6 @@ class Publication:
             )
         self.layout, self.layout_digest = state.layout, state.layout_digest
         self.live: set[int] = set()
-        self._moved: set[int] = set()  # were live: their former addresses may hold other values
         self._arena = arena
         self._buffers: list[Buffer] = []
         self._segments: list[torch.Tensor | None] = [None] * len(self.layout.segment_bytes)
@@ -196,7 +197,6 @@ class Publication:
                 assert new is not None
                 assert source is not None
                 _copy_bytes(new, source, self._on.get(segment))
-            self._moved |= self.live
             self.live.clear()
             self._on.clear()
             self._ready = self._marks()
@@ -227,20 +227,18 @@ class Publication:
         """The memory address of each segment in this process, 0 where it has none. Any thread; `on_host`
         only."""
         with self.lock:
-            return tuple(0 if s is None else s.data_ptr() for s in self._segments)
+            return tuple(map(_address, self._segments))
 
-    def untouched(self, chunk: Chunk) -> bool | None:
-        """Whether a read of the chunk's addresses that has ended by now saw this version.
+    def untouched(self, chunk: Chunk, addresses: Mapping[int, int] | Sequence[int]) -> bool:
+        """Whether a read of the chunk at these addresses of its segments, which has ended by now, saw this
+        version. Any thread.
 
-        None if this version is no longer served. Any thread. The training thread freezes before it
-        changes its memory, and a buffer is written again only after `close`: a read that ended before
-        either of them has seen no change.
+        The training thread freezes before it changes its memory, which gives a segment another address, and
+        a buffer is written again only after `close`: a read that ended before either has seen no change.
         """
         with self.lock:
-            if self.closed:
-                return None
-            return all(
-                extent.segment not in self._moved and self._segments[extent.segment] is not None
+            return not self.closed and all(
+                _address(self._segments[extent.segment]) == addresses[extent.segment] != 0
                 for extent in self.layout.extents(chunk)
             )
 
@@ -256,7 +254,7 @@ class Publication:
             total, ready = self._sums.get(chunk), self._ready
         if self.closed:
             return None
-        segments = tuple((index, data) for index, data in held if data is not None)
+        segments = [(index, data) for index, data in held if data is not None]
         if len(segments) < len(extents):
             return None
         for event in ready:
@@ -266,23 +264,22 @@ class Publication:
             for extent, device, (_, data) in zip(extents, devices, segments, strict=True)
         ]
         parts = [part.numpy().data for part in outlet.bring(cut)]
-        return Reading(chunk, segments, parts, total)
+        return Reading(chunk, {index: data.data_ptr() for index, data in segments}, parts, total)
 
     def seal(self, reading: Reading, total: int) -> bool:
-        """Whether all that was read, and summed to `total`, was of this version. Any thread.
-
-        `freeze` comes before any change of live memory, `close` before any other use of a buffer.
-        """
-        with self.lock:
-            intact = all(self._segments[index] is data for index, data in reading.segments)
-            if self.closed or not intact:
-                return False
+        """Whether all that was read, and summed to `total`, was of this version. Any thread."""
+        intact = self.untouched(reading.chunk, reading.addresses)
+        if intact:
             self._sums[reading.chunk] = total
-        return True
+        return intact
 
     def complete(self) -> bool:
         """Whether every byte is present and independent of the training loop's memory."""
         return not self.closed and not self.live and None not in self._segments
+
+
+def _address(segment: torch.Tensor | None) -> int:
+    return 0 if segment is None else segment.data_ptr()
 
 
 def _copy_bytes(target: torch.Tensor, tensor: torch.Tensor, device: CopyDevice | None) -> None:

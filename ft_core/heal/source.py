@@ -60,6 +60,7 @@ class Reader:
     chunks: list[Chunk] = field(default_factory=list)
     missing: tuple[int, ...] | None = None  # [lo, hi, lo, hi, ...); None: not reported yet
     session: bytes = b""  # what its bulk connection presents
+    addresses: tuple[int, ...] = ()  # of the segments, if it may read this process's memory
     lost: bool = False  # it wants bytes that were dropped
 
     def missing_segments(self) -> set[int]:
@@ -546,14 +547,15 @@ class HealServer:
         reader.chunks = current.layout.chunks(reader.chunk_bytes)
         reader.session = secrets.token_bytes(SESSION_BYTES)
         reader.publication, reader.key = current, current.key
-        direct = reader.same_host and current.on_host
+        if reader.same_host and current.on_host:
+            reader.addresses = current.addresses()
         reply = wire.ManifestReply(
             step=current.key.step,
             lineage=current.key.lineage,
             layout_digest=current.layout_digest,
             session=reader.session,
-            pid=os.getpid() if direct else 0,
-            addresses=current.addresses() if direct else (),
+            pid=os.getpid() if reader.addresses else 0,
+            addresses=reader.addresses,
         )
         self._send(identity, reply, current.manifest)
 
@@ -561,11 +563,14 @@ class HealServer:
         """The reader has read these chunks from this process's memory: tell which of them are valid."""
         publication = reader.publication
         assert publication is not None
-        intact = {i: publication.untouched(reader.chunks[i]) for i in indexes}
-        if None in intact.values():
+        if not reader.addresses:
+            raise ProtocolError("it was told no addresses")
+        valid = tuple(
+            i for i in indexes if publication.untouched(reader.chunks[i], reader.addresses)
+        )
+        if publication.closed:
             self._drop_reader(identity, reader)
             return
-        valid = tuple(i for i, good in intact.items() if good)
         if self._send(identity, wire.ValidReply(valid, tuple(set(indexes).difference(valid)))):
             with self._lock:
                 self._count(bytes_lent=sum(reader.chunks[i].nbytes for i in valid))

@@ -333,13 +333,18 @@ class TestLive:
         with pytest.raises(HealError, match="the source trained on"):
             fetch([server.address], KEY, deadline=soon())
 
-    def test_freeze_keeps_it_for_readers_still_expected(self, make_server: MakeServer) -> None:
+    @both_paths
+    def test_freeze_keeps_it_for_readers_still_expected(
+        self, make_server: MakeServer, same_host: bool
+    ) -> None:
         tree, expected = state(16), state(16)
         server = make_server()
         server.publish(KEY, tree, copy=False, expected_targets=1)
         assert server.freeze() > 0
         tree["w0"].add_(1)
-        assert same(fetch([server.address], KEY, deadline=soon())[0], expected)
+        back, stats = fetch([server.address], KEY, deadline=soon(), same_host=same_host)
+        assert same(back, expected)
+        assert stats.same_host_bytes == (stats.bytes if same_host else 0)
 
     @both_paths
     def test_training_on_in_mid_transfer(self, make_server: MakeServer, same_host: bool) -> None:
