@@ -108,8 +108,8 @@ class Receiver:
     def _allocate(self) -> None:
         layout = self._manifest.layout
         self._host[0] = torch.empty(layout.segment_bytes[0], dtype=torch.uint8)
-        for index, place in enumerate(layout.places):
-            if place.segment == 0:
+        for index, (segment, _, _) in enumerate(layout.places):
+            if segment == 0:
                 continue
             tensor = self._tensors[index]
             if tensor is None:
@@ -123,7 +123,7 @@ class Receiver:
             segments = self._host if device_of(tensor) is None else self._device
             # Not detach(), which shares the version counter: autograd may have saved this tensor for
             # a backward whose result is discarded anyway, and must not refuse to run it.
-            segments[place.segment] = byte_view(tensor.data)
+            segments[segment] = byte_view(tensor.data)
 
     def lane(self) -> Lane:
         """Memory for what one connection receives. Any thread."""

@@ -144,23 +144,24 @@ class Publication:
         self, tensors: list[torch.Tensor], devices: list[CopyDevice | None], copy: bool
     ) -> None:
         owned = [0]
-        for tensor, device, place in zip(tensors, devices, self.layout.places, strict=True):
-            if place.segment == 0:
+        for tensor, device, (index, _, _) in zip(tensors, devices, self.layout.places, strict=True):
+            if index == 0:
                 continue
             stays = device is not None or tensor.is_cpu
             if copy or not stays or not tensor.is_contiguous():
-                owned.append(place.segment)
+                owned.append(index)
                 continue
-            self._segments[place.segment] = byte_view(tensor)
-            self.live.add(place.segment)
+            self._segments[index] = byte_view(tensor)
+            self.live.add(index)
             if device is not None:
-                self._on[place.segment] = device
+                self._on[index] = device
         self._take_memory(owned)
         pool = self._segments[0]
         assert pool is not None
         pool_start = pool.data_ptr()
-        for tensor, device, place in zip(tensors, devices, self.layout.places, strict=True):
-            index, offset, nbytes = place
+        for tensor, device, (index, offset, nbytes) in zip(
+            tensors, devices, self.layout.places, strict=True
+        ):
             if not nbytes or index in self.live:
                 continue
             if index == 0 and device is None and tensor.is_cpu and tensor.is_contiguous():
