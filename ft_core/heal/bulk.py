@@ -42,6 +42,7 @@ from typing import Protocol
 from ft_core.heal.digests import checksum
 from ft_core.heal.protocol import MAX_RANGES, SESSION_BYTES, VERSION, Chunk
 from ft_core.heal.receive import Lane, Receiver
+from ft_core.heal.snapshot import Reading
 from lighthouse.config import MOST_STRANGERS
 from lighthouse.own_address import resolve
 
@@ -98,25 +99,13 @@ def _prepare(connection: socket.socket, reads_s: float) -> None:
 # ---------------------------------------------------------------- the source's end
 
 
-class Reads(Protocol):
-    """A chunk on its way, as its source holds it."""
-
-    @property
-    def parts(self) -> list[memoryview]:
-        """The memory to send."""
-
-    @property
-    def total(self) -> int | None:
-        """Its checksum, if it is known."""
-
-
 class BulkSession(Protocol):
     """What a source serves to one target. Its methods are for the connection's thread."""
 
-    def begin(self, index: int, missing: tuple[int, ...]) -> Reads | None:
+    def begin(self, index: int, missing: tuple[int, ...]) -> Reading | None:
         """The chunk to send; None: hang up. `missing`: [lo, hi, ...) of what the target lacks."""
 
-    def end(self, reading: Reads, total: int) -> bool:
+    def end(self, reading: Reading, total: int) -> bool:
         """It is sent, and this is its checksum. False: its memory has changed meanwhile."""
 
 

@@ -116,7 +116,7 @@ class _Session:
             self._server.hear(self._reader, missing, lost=True)
         return reading
 
-    def end(self, reading: Any, total: int) -> bool:
+    def end(self, reading: Reading, total: int) -> bool:
         """See `bulk.BulkSession`."""
         valid = self._publication.seal(reading, total)
         if valid:
