@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from ft_core.collectives.quantized import DEFAULT_CODEC, Reduction, reduce_quantized
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
-from ft_core.process_group.work import EndedWork, finish_with
+from ft_core.process_group.work import EndedWork, finish_with, future_for
 from ft_core.replica.status import Participation
 from ft_core.step import Step, Waitable
 from lighthouse.waits import in_time
@@ -319,11 +319,6 @@ def completed(tensor: Tensor) -> Future[Tensor]:
     future = future_for(tensor)
     future.set_result(tensor)
     return future
-
-
-def future_for(tensor: Tensor) -> Future[Tensor]:
-    """A future that may hold `tensor`: torch must know a device that has streams."""
-    return Future() if tensor.is_cpu else Future(devices=[tensor.device])
 
 
 def with_default(

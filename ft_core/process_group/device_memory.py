@@ -9,6 +9,7 @@ told to wait for, and at some time that the host does not know until it waits fo
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -75,6 +76,23 @@ class CopyDevice(Protocol):
         ...
 
 
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+def let_others_capture() -> None:
+    """Let the calling thread ask for events and pin memory while another one captures a CUDA graph.
+
+    Else CUDA refuses it and the capture fails, in the mode that `torch.cuda.graph` uses by default. What
+    this thread captures itself is guarded as before. Any thread; cheap.
+    """
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 class _CudaStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -107,9 +125,11 @@ class _CudaCopies:
         return _CudaStream(torch.cuda.current_stream(self._device))
 
     def new_stream(self) -> DeviceStream:
+        let_others_capture()
         return _CudaStream(torch.cuda.Stream(self._device))
 
     def pinned(self, nbytes: int) -> Tensor:
+        let_others_capture()
         # A new thread's own device is 0: memory that is pinned there makes a context there.
         with torch.cuda.device(self._device):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -46,7 +46,7 @@ from ft_core.process_group.gloo_sockets import (
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
 from ft_core.process_group.torch_versions import native_or_not, native_reconfigure_available
-from ft_core.process_group.work import PlainWork, copy_of, finish_with, outputs_of
+from ft_core.process_group.work import PlainWork, copy_of, finish_with, outputs_of, tensors_in
 from lighthouse.own_address import choose_address
 from lighthouse.waits import in_time
 
@@ -177,7 +177,7 @@ class GlooCommunicator(Communicator):
         super().operation_orphaned(until)
         orphaned_operations.add(until)
 
-    def close(self) -> None:
+    def close(self, end_works: Callable[[], None]) -> None:
         with self._lock:
             self._closed = True
             self._sockets = None
@@ -268,18 +268,9 @@ def _pieces(device: CopyDevice, operation: str, args: tuple[Any, ...]) -> Iterat
         return
     piece = _Piece(device)
     piece.args = tuple(piece.on_host(value) for value in args)
-    results = {id(tensor) for tensor in _tensors(outputs_of(operation, args))}
+    results = {id(tensor) for tensor in tensors_in(outputs_of(operation, args))}
     piece.back = [pair for pair in piece.pairs if id(pair[0]) in results]
     yield piece
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """In (nested) lists."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for each in value:
-            yield from _tensors(each)
 
 
 class Staging:

@@ -7,10 +7,11 @@ Written from torch's source and tested on a double of NCCL's semantics on the CP
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ft_core.errors import ProcessGroupError, UnderCapture
-from ft_core.process_group.device_memory import DeviceEvent
+from ft_core.process_group.device_memory import DeviceEvent, let_others_capture
 from ft_core.process_group.gloo import GlooCommunicator
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
@@ -32,6 +33,20 @@ from lighthouse.waits import Overdue
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
 _CONNECTED_CHECK_S = 0.001
+_CONNECT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds
+_DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+_BLOCKING_WAIT = {"TORCH_NCCL_BLOCKING_WAIT": "0"}
+_LEFT_ALONE = _BLOCKING_WAIT | {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    _DUMP: "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""With which a classic backend's own threads see an error, say so, and do nothing about it. By default they
+hold the lock that the next collective needs for a minute, then end the process; they ask its store, which
+is closed, for errors of other members; and a debugging mode turns the handling of errors on again."""
 
 
 class NcclDevice(Protocol):
@@ -42,7 +57,8 @@ class NcclDevice(Protocol):
     """
 
     def enter(self) -> None:
-        """Make it the calling thread's device: a thread begins with device 0. Any thread; cheap."""
+        """Make it the calling thread's device: a thread begins with device 0. What the thread asks the device
+        leaves graphs alone that other threads capture. Any thread; cheap."""
         ...
 
     def holds(self, tensor: Tensor) -> bool:
@@ -88,6 +104,7 @@ class CudaDevice(NcclDevice):
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)
+        let_others_capture()
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
@@ -99,7 +116,8 @@ class CudaDevice(NcclDevice):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         options.enable_reconfigure = True
-        return dist.distributed_c10d.ProcessGroupNCCL2(store, rank, size, options)
+        with _environment(_BLOCKING_WAIT):  # else it has no watchdog, and `end_of` waits
+            return dist.distributed_c10d.ProcessGroupNCCL2(store, rank, size, options)
 
     def handle(self, backend: Any) -> bytes:
         return str(backend.get_reconfigure_handle()).encode()
@@ -125,16 +143,34 @@ class CudaDevice(NcclDevice):
 
 
 class ClassicCudaDevice(CudaDevice):
-    """A CUDA device with torch's classic NCCL backend (torch 2.11 to 2.13)."""
+    """A CUDA device with torch's classic NCCL backend (torch 2.11 to 2.13).
+
+    Creating one warns where torch's own threads would end the process after an error between groups.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        backends = str(dist.get_backend_config()) if dist.is_initialized() else ""
+        if "nccl" in backends and os.environ.get(_DUMP) not in ("0", "n", "no", "false"):
+            _log.warning(
+                "torch's monitor of this replica group's own NCCL group ends the process 8 minutes after "
+                f"an error in any NCCL group: set {_DUMP}=0 before init_process_group"
+            )
 
     def new_backend(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
-        options.config.blocking = 0  # so that an abort can end a blocked initialization
-        # The backend reads it now. Another mode ends the process on an error, which is right for
-        # groups inside a replica group: those keep what the user has set.
-        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-            return dist.ProcessGroupNCCL(store, rank, size, options)
+        options.config.blocking = 0  # so that NCCL's connecting ends at a timeout
+        # The backend reads them now. Groups inside a replica group keep what the user has set: there an
+        # error shall end the process.
+        level = dist.get_debug_level()
+        if level == dist.DebugLevel.DETAIL:  # which turns a desync debugger on
+            dist.set_debug_level(dist.DebugLevel.INFO)
+        try:
+            with _environment(_LEFT_ALONE):
+                return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            dist.set_debug_level(level)
 
     def handle(self, backend: Any) -> bytes:
         return b""
@@ -144,7 +180,12 @@ class ClassicCudaDevice(CudaDevice):
         # the end of a collective shows that it is connected.
         backend.eager_connect_single_device(self._device)
         first = torch.zeros(1, device=self._device)
-        connected = self.end_of(backend.allreduce([first], dist.AllreduceOptions()))
+        # It holds the lock that an abort needs until all members are connected. By default for up to
+        # half an hour; torch asks once in a process.
+        limit = {_CONNECT_LIMIT: os.environ.get(_CONNECT_LIMIT, str(math.ceil(timeout_s)))}
+        with _environment(limit):
+            work = backend.allreduce([first], dist.AllreduceOptions())
+        connected = self.end_of(work)
         give_up_at, overdue = time.monotonic() + timeout_s, Overdue()
         while not connected.query():
             late = overdue.passed(give_up_at, time.monotonic())
@@ -154,17 +195,18 @@ class ClassicCudaDevice(CudaDevice):
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """An environment variable that has `value` for a moment."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables that have these values for a moment."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class ProcessGroupNCCL(ReconfigurableProcessGroup):
@@ -227,6 +269,19 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
             raise UnderCapture(operation)
         return None
 
+    def _issue_here(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+        if operation == "reduce_scatter" and self._on.holds(args[0][0]):
+            operation, args = _in_one_tensor(args)
+        options = next((each for each in args if getattr(each, "asyncOp", True) is False), None)
+        if options is None:
+            return super()._issue_here(operation, *args, watched=watched, **kwargs)
+        # `torch.distributed` asks for it before it waits: the classic backend would return no work.
+        options.asyncOp = True
+        try:
+            return super()._issue_here(operation, *args, watched=watched, **kwargs)
+        finally:
+            options.asyncOp = False
+
     def _new_communicator(self, rank: int, world_size: int) -> Communicator:
         address = choose_address(self._hostname, self._interface)
         host = GlooCommunicator(address, self.timeout_s, rank, world_size, native=False)
@@ -240,6 +295,18 @@ def _cuda_device(device: torch.device | int | None, native: bool | None) -> Nccl
     index = None if device is None else torch.device(device).index
     kind = CudaDevice if nccl2 else ClassicCudaDevice
     return kind(torch.cuda.current_device() if index is None else index)
+
+
+def _in_one_tensor(args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """A reduce-scatter whose inputs, if they are alike, are copied into one tensor here.
+
+    The classic backend would do it, and let go of its copy in the first wait, which is `end_of`'s.
+    """
+    (output,), (inputs,), *options = args
+    if any(each.shape != inputs[0].shape for each in inputs):
+        return "reduce_scatter", args
+    flat = torch.cat([each.reshape(-1) for each in inputs])
+    return "_reduce_scatter_base", (output, flat, *options)
 
 
 class _NcclCommunicator(Communicator):
@@ -297,9 +364,10 @@ class _NcclCommunicator(Communicator):
         torch's watchdog record the error before they abort, so one that is asked after the end of a
         kernel is told.
         """
-        if self._aborting is not None:
+        backend = self.backend
+        if self._aborting is not None or backend is None:
             return ProcessGroupError("the communicator was aborted")
-        error = self.backend.get_error()
+        error = backend.get_error()
         return None if error.name == "SUCCESS" else ProcessGroupError(f"NCCL says {error.name}")
 
     def interrupt(self) -> None:
@@ -331,11 +399,14 @@ class _NcclCommunicator(Communicator):
         super().operation_orphaned(until)
         self._host.operation_orphaned(until)
 
-    def close(self) -> None:
+    def close(self, end_works: Callable[[], None]) -> None:
         self.interrupt()
         assert self._aborting is not None
         self._aborting.join(self._timeout_s)
-        self._host.close()
+        self._host.close(end_works)
+        if not self._aborting.is_alive():
+            end_works()  # a work of nccl2 must not outlive its backend
+            self.backend = None  # destroyed here: it joins threads of its own
 
 
 def _first_tensor(args: Iterable[Any]) -> Tensor | None:
@@ -353,7 +424,7 @@ class _CollectiveEnd:
     def __init__(
         self, communicator: _NcclCommunicator, device: NcclDevice, event: DeviceEvent
     ) -> None:
-        self._communicator, self._device, self._event = communicator, device, event
+        self.communicator, self._device, self._event = communicator, device, event
 
     def passed(self) -> bool:
         return self._event.query()
@@ -362,7 +433,7 @@ class _CollectiveEnd:
         self._event.synchronize()
 
     def error(self) -> Exception | None:
-        return self._communicator.error()
+        return self.communicator.error()
 
     def aside(self) -> Any:
         return self._device.aside()

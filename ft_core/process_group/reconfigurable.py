@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -106,8 +106,11 @@ class Communicator(ABC):
         self.has_orphans = True
 
     @abstractmethod
-    def close(self) -> None:
-        """Release everything; may block for tens of milliseconds. Called once, in any thread."""
+    def close(self, end_works: Callable[[], None]) -> None:
+        """Release everything; may block for tens of milliseconds. Called once, in a thread of the group.
+
+        `end_works` waits for the works of this communicator that are left on a device, and has them let
+        go of the backend's."""
 
     @property
     @abstractmethod
@@ -590,13 +593,15 @@ class ReconfigurableProcessGroup(ProcessGroup):
         if not communicators and not notify:
             return
 
+        in_flight = self.in_flight  # the group itself may be gone
+
         def work() -> None:
             try:
                 if failed is not None and notify:
                     failed.notify_abort()
                 for one in communicators:
                     one.enter_thread()
-                    one.close()
+                    one.close(partial(_end_works_of, one, in_flight))
             except Exception:  # the thread's outer edge: nothing of the next quorum depends on it
                 _log.exception("a process group of an earlier quorum could not be closed")
 
@@ -613,6 +618,12 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 )
                 self._error = error if isinstance(error, ProcessGroupError) else failure
             return self._error
+
+
+def _end_works_of(communicator: Communicator, in_flight: dict[BackendWork, None]) -> None:
+    for work in list(in_flight):
+        if isinstance(work, StreamWork) and work.end.communicator is communicator:
+            work.settle()
 
 
 def _shut_down_at_exit(group: weakref.ref[ReconfigurableProcessGroup]) -> None:

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -89,6 +89,20 @@ def outputs_of(operation: str, args: tuple[Any, ...]) -> Any:
     if operation in ("_allgather_base", "_reduce_scatter_base", "alltoall_base"):
         return [args[0]]
     return args[0]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in (nested) lists, or the one that it is."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for each in value:
+            yield from tensors_in(each)
+
+
+def future_for(tensor: Tensor) -> Future[Any]:
+    """A future that may hold `tensor`: torch must know a device that has streams."""
+    return Future() if tensor.is_cpu else Future(devices=[tensor.device])
 
 
 def completed(operation: str, args: tuple[Any, ...]) -> TorchWork:
@@ -169,6 +183,9 @@ class WorksOwner(Protocol):
 
 class DeviceEnd(Protocol):
     """The end of one collective on its device. Any thread."""
+
+    communicator: Any
+    """The one whose backend has started it."""
 
     def passed(self) -> bool:
         """Whether the device is done with it, well or not. Quick."""
@@ -420,7 +437,9 @@ class StreamWork(BackendWork):
         end: DeviceEnd,
     ) -> None:
         super().__init__(group, work, operation, quorum_id, args)
-        self._native, self._end, self._held = work, end, args
+        self.end = end
+        self._native: TorchWork | None = work
+        self._held = args
         self._told: Exception | None = None  # the group was broken for it
         self._tell_once = [None]
 
@@ -430,7 +449,7 @@ class StreamWork(BackendWork):
 
     def is_completed(self) -> bool:
         if not self._finished:
-            passed, error = self._end.passed(), self._end.error()  # in this order
+            passed, error = self.end.passed(), self.end.error()  # in this order
             if passed:
                 self._conclude(error)
             elif error is not None:
@@ -440,8 +459,8 @@ class StreamWork(BackendWork):
     def settle(self) -> None:
         """Block the host until the device is done with it."""
         if not self._finished:
-            self._end.wait()
-            self._conclude(self._end.error())
+            self.end.wait()
+            self._conclude(self.end.error())
 
     def _conclude(self, error: Exception | None) -> None:
         if error is None:
@@ -462,7 +481,7 @@ class StreamWork(BackendWork):
 
     def resolve(self, value: Any, error: Exception | None) -> None:
         super().resolve(value, error)
-        self._held = ()
+        self._native, self._held = None, ()
 
     def _leave_group(self) -> None:
         if self._error is not None:
@@ -472,27 +491,41 @@ class StreamWork(BackendWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the collective. Raises what is known to have gone wrong."""
+        native = self._native  # None: the device is done, and no stream needs to wait
+        _backend = self.end.communicator.backend  # until this returns: its work asks it
         if self._error is not None:
             raise copy_of(self._error)
         try:
-            return self._native.wait() if timeout is None else self._native.wait(timeout)
+            if native is None:
+                return True
+            return native.wait() if timeout is None else native.wait(timeout)
         except Exception as error:
             failure = self._tell(error)
         raise copy_of(failure)
 
     def get_future(self) -> Future[Any]:
-        with self._end.aside():  # a future of NCCL makes the current stream wait when it is made
-            return self._native.get_future()
+        native, _backend = self._native, self.end.communicator.backend
+        if native is not None:
+            with self.end.aside():  # a future of NCCL makes the current stream wait when it is made
+                return native.get_future()
+        if self._error is not None:
+            return failed_future(self._error)
+        future = future_for(next(tensors_in(self._value)))
+        future.set_result(self._value)
+        return future
 
     def result(self) -> Any:
         self.wait()
-        return self._native.result()
+        native = self._native
+        return self._value if native is None else native.result()
 
     def synchronize(self) -> None:
         self.wait()
 
     def block_current_stream(self) -> None:
-        self._native.block_current_stream()
+        native = self._native
+        if native is not None:
+            native.block_current_stream()
 
 
 class PointToPointWork(BackendWork):

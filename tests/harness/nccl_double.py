@@ -8,6 +8,8 @@ What is the same as on a GPU with torch's `nccl2` backend:
 - A backend has one stream, an ordered queue. `Wires.delay_s` slows each kernel down.
 - The watchdog records an error before it revokes the communicator, and ends kernels thereby.
 - Only tensors of the device are taken (`DoubleDevice.tensor` makes them).
+- A work keeps no backend alive, and asks it: one that outlives it is a fault. So is a backend that is
+  destroyed by a thread that can't wait for the backend's own. With `asyncOp` False there is no work.
 - A thread has a device, 0 at first. A backend that is used in a thread with another device is a fault
   (`Wires.faults`).
 
@@ -67,46 +69,99 @@ class Wires:
             backend.fail(Error.COMM_ERROR, revoke=revoke)
 
 
-class _Kernel(dist.Work):
-    """A collective in a stream: torch's view of it, and the rest."""
+class _Kernel:
+    """A collective in a stream. A `DeviceEvent`, too."""
 
     def __init__(
         self, run: Callable[[list[_Kernel]], None], tensors: list[Tensor], out: Any
     ) -> None:
-        super().__init__()
-        self.backend: _Backend
+        self.check_thread: Callable[[str], None]
         self.run, self.tensors, self.out = run, tensors, out
         self.garbage: list[Tensor] = []
         self.ended = threading.Event()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def query(self) -> bool:
+        if threading.current_thread().name.startswith("ft-"):
+            self.check_thread("a query")
+        return self.ended.is_set()
+
+    def synchronize(self) -> None:
         assert self.ended.wait(PATIENCE_S), "a kernel hangs"
+
+
+class _Work(dist.Work):
+    """torch's view of a kernel."""
+
+    def __init__(self, kernel: _Kernel, alive: _Alive) -> None:
+        super().__init__()
+        self.kernel, self._alive = kernel, alive
+        alive.works += 1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._alive.asked()
+        self.kernel.synchronize()
         return True
 
     def get_future(self) -> Future[Any]:
         self.wait()
         future: Future[Any] = Future()
-        future.set_result(self.out)
+        future.set_result(self.kernel.out)
         return future
 
     def is_completed(self) -> bool:
-        return self.ended.is_set()
+        self._alive.asked()
+        return self.kernel.ended.is_set()
 
     def result(self) -> Any:
-        return self.out
+        return self.kernel.out
 
     def block_current_stream(self) -> None:
         self.wait()
 
-    # A `DeviceEvent`, too.
+    def __del__(self) -> None:
+        self._alive.works -= 1
+        self._alive.asked()
 
-    def query(self) -> bool:
-        if threading.current_thread().name.startswith("ft-"):
-            self.backend.check_thread("a query")
-        return self.ended.is_set()
 
-    def synchronize(self) -> None:
-        self.wait()
+class _Alive:
+    """Whether a backend is: its works keep none alive, ask it, and tell it of their own end."""
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults, self.works, self.backend = faults, 0, True
+
+    def asked(self) -> None:
+        if not self.backend:
+            self.faults.append("a work asked its backend, which was destroyed")
+
+    def destroyed(self) -> None:
+        self.backend = False
+        thread = threading.current_thread().name
+        if not thread.startswith("ft-pg"):
+            self.faults.append(f"a backend was destroyed in {thread}, and joined its threads there")
+
+
+class _Handle:
+    """The backend as Python holds it: the last reference destroys it."""
+
+    def __init__(self, backend: _Backend, alive: _Alive) -> None:
+        self._backend, self._alive = backend, alive
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OPERATIONS:
+            return getattr(self._backend, name)
+
+        def issue(*args: Any) -> _Work | None:
+            kernel = getattr(self._backend, name)(*args)
+            # As the classic backend.
+            return _Work(kernel, self._alive) if args[-1].asyncOp else None
+
+        return issue
+
+    def __del__(self) -> None:
+        self._alive.destroyed()
+
+
+_OPERATIONS = ("allreduce", "_allgather_base", "_reduce_scatter_base", "broadcast")
 
 
 class _Backend:
@@ -181,6 +236,14 @@ class _Backend:
 
         return self._issue(_Kernel(run, [input], [output]), garbage=[output])
 
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> _Kernel:
+        def run(kernels: list[_Kernel]) -> None:
+            total = torch.stack([kernel.tensors[0] for kernel in kernels]).sum(0)
+            for kernel, part in zip(kernels, total.chunk(len(kernels)), strict=True):
+                kernel.out[0].copy_(part.view_as(kernel.out[0]))
+
+        return self._issue(_Kernel(run, [input], [output]), garbage=[output])
+
     def broadcast(self, tensors: list[Tensor], opts: Any) -> _Kernel:
         def run(kernels: list[_Kernel]) -> None:
             for kernel in kernels:
@@ -195,7 +258,7 @@ class _Backend:
         if self._error is not Error.SUCCESS:  # torch asks when an operation is issued
             raise RuntimeError(f"NCCL communicator was revoked: {self._error.name}")
         self._issued += 1
-        kernel.garbage, kernel.backend = garbage, self
+        kernel.garbage, kernel.check_thread = garbage, self.check_thread
         self._stream.put((self._issued, kernel))
         self.wires.on_kernel()
         return kernel
@@ -274,7 +337,7 @@ class DoubleDevice:
         return self.captures
 
     def new_backend(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
-        return _Backend(self, store, rank, size, timeout_s)
+        return _Handle(_Backend(self, store, rank, size, timeout_s), _Alive(self.wires.faults))
 
     def handle(self, backend: Any) -> bytes:
         return b"double:%d" % id(backend)
@@ -287,7 +350,7 @@ class DoubleDevice:
         return nullcontext()
 
     def end_of(self, work: Any) -> Any:
-        return work
+        return work.kernel
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -9,15 +10,18 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.agreement import exchange_headers
 from ft_core.errors import UnderCapture
 from ft_core.process_group import ProcessGroupError, ProcessGroupNCCL
+from ft_core.process_group.nccl import ClassicCudaDevice
 from ft_core.process_group.torch_versions import nccl2_available
 from ft_core.replica.status import Participation
 from ft_core.step import Step
@@ -279,6 +283,56 @@ def test_works_that_nothing_asks_about_are_let_go(pair: Pair) -> None:
     assert sum(ref() is not None for ref in refs) <= 2 * len(works)
 
 
+def test_torch_distributed_waits_for_what_it_asks_to_be_synchronous(pair: Pair) -> None:
+    """torch's classic backend returns no work then."""
+
+    def reduce(rank: int) -> tuple[float, Exception | None]:
+        tensor = pair.tensor(rank, rank + 1.0)
+        dist.all_reduce(tensor, group=pair.groups[rank])
+        return float(tensor.mean()), pair.groups[rank].settle()
+
+    assert Calls(reduce, range(2)).values() == {0: (3.0, None), 1: (3.0, None)}
+
+
+def test_a_reduce_scatter_of_a_list_needs_no_copy_of_the_backends(pair: Pair) -> None:
+    """The classic backend lets go of its copy of the inputs in the first wait, in the middle of a kernel."""
+
+    for device in pair.devices:
+        device.takes_floats = True  # torch makes a tensor of its own
+
+    def scatter(rank: int) -> list[float]:
+        own = pair.tensor(rank, 0.0, 2)
+        inputs = [pair.tensor(rank, 10.0 * part + rank, 2) for part in range(2)]
+        dist.reduce_scatter(own, inputs, group=pair.groups[rank])
+        assert pair.groups[rank].settle() is None
+        return own.tolist()
+
+    assert Calls(scatter, range(2)).values() == {0: [1.0, 1.0], 1: [21.0, 21.0]}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_work_that_is_kept_outlives_its_backend(pair: Pair, fails: bool) -> None:
+    """The fixture's `faults` tell of a work that asks a backend which is gone, and of a backend that goes in
+    the loop's thread."""
+    kept = [pair.groups[0].allreduce([pair.tensor(0)])]
+    if not fails:
+        kept.append(pair.groups[1].allreduce([pair.tensor(1)]))
+        until(lambda: all(work.is_completed() for work in kept))
+    pair.meet()
+    until(lambda: all(work.end.communicator.backend is None for work in kept))
+    for work in kept:
+        assert work.is_completed()
+        if fails:
+            with pytest.raises(ProcessGroupError, match="superseded by quorum 2"):
+                work.wait()
+            with pytest.raises(RuntimeError, match="superseded by quorum 2"):
+                work.get_future().wait()
+        else:
+            assert work.wait()
+            assert float(work.get_future().wait()[0].mean()) == 2.0
+            assert float(work.result()[0].mean()) == 2.0
+
+
 def test_a_collective_is_refused_while_a_graph_is_captured(pair: Pair) -> None:
     step = pair.step(0)
     with capture(pair.devices[0]):
@@ -287,6 +341,58 @@ def test_a_collective_is_refused_while_a_graph_is_captured(pair: Pair) -> None:
         with pytest.raises(UnderCapture, match="reduce the gradients after each replay"):
             reduction.start(step, pair.tensor(0), ReduceOp.SUM, divided_by=1)
     assert step.error is None
+
+
+def test_a_classic_backend_is_made_so_that_its_threads_end_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each name is one that this torch reads; what the user has set is there again afterwards."""
+    told: dict[str, str] = {}
+
+    def made(*args: object) -> None:
+        told.update({name: value for name, value in os.environ.items() if "TORCH_NCCL" in name})
+        told["level"] = dist.get_debug_level().name
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", made)
+    made.Options = dist.distributed_c10d.ProcessGroupNCCL.Options  # type: ignore[attr-defined]
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        ClassicCudaDevice(0).new_backend(dist.HashStore(), 0, 1, timeout_s=1)
+        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    finally:
+        dist.set_debug_level(level)
+    assert told.pop("level") == "INFO"
+    assert set(told.values()) == {"0"}
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
+    header = (
+        Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    )
+    known = header.read_text()
+    assert all(f'"{name}"' in known for name in told)
+
+
+@pytest.mark.parametrize(("dumps", "warns"), [(None, True), ("1", True), ("0", False)])
+def test_it_warns_of_the_monitor_of_the_groups_own_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dumps: str | None,
+    warns: bool,
+) -> None:
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    if dumps is not None:
+        monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", dumps)
+    ClassicCudaDevice(0)
+    assert not caplog.messages, "there is no such group"
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    ClassicCudaDevice(0)
+    assert ["set TORCH_NCCL_DUMP_ON_TIMEOUT=0" in said for said in caplog.messages] == [
+        True
+    ] * warns
 
 
 @pytest.mark.process
