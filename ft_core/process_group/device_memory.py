@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -97,11 +98,18 @@ class _CudaStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        # A thread of Gloo or of a heal has device 0. At its end `torch.cuda.stream` goes back to that, which
+        # makes a context there; `torch.cuda.device` goes back only where there is one.
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            yield
+
     def after(self, event: Any) -> None:
         self._stream.wait_event(event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with self._current(), torch.no_grad():
             target.copy_(source, non_blocking=True)
         for each in (target, source):
             if each.is_cuda:  # its memory has no other use before the copy's end
@@ -113,7 +121,7 @@ class _CudaStream:
         return event
 
     def complete(self, future: Future[Any], value: Any) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._current():
             future.set_result(value)
 
 
