@@ -366,7 +366,8 @@ _INSTEAD = {
     },
     "otel": {"FT_EVENT_LOG names a file for a run's events": "setup_logger"},
     "process_group": {
-        "use ProcessGroupGloo or ProcessGroupNCCL, whose blocked operations end without a child": (
+        "use ProcessGroupGloo or ProcessGroupNCCL, whose blocked operations end without a child, and "
+        "whose group restarts if its process crashes": (
             "ProcessGroupBaby ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupBabyXCCL"
         ),
         "use ProcessGroupGloo": "ProcessGroupXCCL",
