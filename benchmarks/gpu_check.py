@@ -3,10 +3,11 @@
 What ft_core says of CUDA, checked on a machine with one GPU (torch 2.11 or later), in one command and
 less than 9 minutes. Each check prints what it measured and its bar beside it. Members are processes that
 share the GPU: NCCL_HOSTID tells NCCL that they are on different machines, so that it takes them and
-connects them by sockets. Each check is a process of its own, so one that hangs or breaks the device costs
-the others nothing. FILE is written after each check.
+connects them by sockets. Each check is a process of its own with a time limit, which leaves time for all checks after it,
+so one that hangs or breaks the device costs the others nothing. FILE is written after each check. Of one whose bar
+does not hold it has the last that its processes said; of one that had to be killed, where each of their threads was.
 
-Beside torch it needs pyzmq, msgpack and xxhash. Where they can't be installed, carry their wheels (of the machine's
+Beside torch and numpy it needs pyzmq, msgpack and xxhash. Where they can't be installed, carry their wheels (of the machine's
 Python) and unpack them: `for w in *.whl; do python -m zipfile -e $w carried; done`, then
 `PYTHONPATH=carried python benchmarks/gpu_check.py`.
 
@@ -20,6 +21,7 @@ time (processes share a GPU by turns, so the share of hidden communication is a 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
@@ -30,20 +32,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 
-from benchmarks.gpu import links, memory, training  # noqa: E402
-from benchmarks.gpu.links import Answered  # noqa: E402
-from benchmarks.gpu.place import Gpu, Place  # noqa: E402
-from ft_core.process_group.torch_versions import OLDEST  # noqa: E402
+try:
+    from benchmarks.gpu import links, memory, training
+    from benchmarks.gpu.links import Answered
+    from benchmarks.gpu.place import STACKS, Gpu, Place
+    from ft_core.process_group.torch_versions import OLDEST
+    from lighthouse.files import replace_whole
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        f"gpu_check needs {missing.name}: the top of {__file__} says how to carry it"
+    ) from missing
 
 LIMIT_S = 530.0
 """For all checks together."""
 CHECK_LIMIT_S = 90.0
+SHARE_S = 12.0
+"""Kept for each check that is still to come."""
 _SANITIZED = "numbers: float32"
+_SAID, _STACKS = 2_000, 12_000
+"""How many characters of each are kept."""
+_STACKS_WITHIN_S, _DIES_WITHIN_S = 3.0, 5.0
 
 
 @dataclass
@@ -55,6 +69,8 @@ class Finding:
     bar: str
     good: bool | None
     seconds: float = 0.0
+    said: str = ""
+    """If the bar does not hold: the end of what its processes have printed, and where their threads were."""
 
 
 def versions(place: Place) -> Answered:
@@ -71,10 +87,11 @@ def versions(place: Place) -> Answered:
 def sanitized(place: Place) -> Answered:
     """Another check, while torch watches which stream uses which memory."""
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
-    rc, text = run_within([*place.command, "--only", _SANITIZED], CHECK_LIMIT_S - 10.0, environment)
-    said = [line for line in text.splitlines() if "CSAN" in line]
-    if said or rc != 0:
-        return (said or text.splitlines() or ["nothing"])[-1][:200], "clean", False
+    command = [*place.command, "--only", _SANITIZED]
+    ended = run_within(command, CHECK_LIMIT_S - 10.0, environment, apart=False)
+    said = [line for line in ended.text.splitlines() if "CSAN" in line]
+    if said or ended.rc != 0:
+        return (said or [ended.last_line()])[-1][:200], "clean", False
     return f"clean ({_SANITIZED})", "clean", True
 
 
@@ -89,6 +106,7 @@ CHECKS: dict[str, Callable[[Place], Answered]] = {
     "peer late by 3 timeouts": links.late_peer,
     "Gloo on a side stream": links.gloo_on_a_side_stream,
     "capture": links.captured,
+    "ends of processes": links.ends,
     "contexts": training.contexts,
     **{
         f"numbers: {case}": lambda place, case=case: training.numbers(place, case)
@@ -111,6 +129,7 @@ def examine(place: Place, name: str) -> Finding:
     """One check; an error is a bar that does not hold."""
     began = time.monotonic()
     try:
+        place.enter()
         measured, bar, good = CHECKS[name](place)
     except Exception as error:  # the others shall run
         measured, bar, good = f"{type(error).__name__}: {error}", "no error", False
@@ -124,41 +143,82 @@ def examine_apart(place: Place, name: str, limit_s: float) -> Finding:
     if limit_s > 0:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.json"
-            rc, text = run_within([*place.command, "--only", name, "--json", str(path)], limit_s)
-            if path.exists():
-                (found,) = json.loads(path.read_text())
-                return Finding(**found)
-        last = (text.splitlines() or ["nothing"])[-1][:200]
-        ended = f"not ended after {limit_s:.0f} s" if rc is None else f"exit status {rc}"
-        finding.measured = f"{ended}; it said: {last}"
+            ended = run_within([*place.command, "--only", name, "--json", str(path)], limit_s)
+            found = json.loads(path.read_text())[0] if path.exists() else None
+        how = f"not ended after {limit_s:.0f} s" if ended.rc is None else f"exit status {ended.rc}"
+        if found is None:
+            finding.measured = f"{how}; it said: {ended.last_line()}"
+        else:
+            finding = Finding(**found)
+            if ended.rc not in (0, 1):  # it has found that, and then its process failed
+                finding.measured, finding.good = f"{finding.measured}; its process: {how}", False
+        if finding.good is False:
+            finding.said = (ended.text[-_SAID:] + ended.stacks[:_STACKS]).strip()
     finding.seconds = time.monotonic() - began
     return finding
 
 
+class Ended(NamedTuple):
+    """How a command has ended. `rc`: its exit status; None if it was killed. `text`: what it has printed.
+    `stacks`: where the threads of its processes were before it was killed."""
+
+    rc: int | None
+    text: str
+    stacks: str
+
+    def last_line(self) -> str:
+        return (self.text.splitlines() or ["nothing"])[-1][:200]
+
+
 def run_within(
-    command: Sequence[str], limit_s: float, environment: dict[str, str] | None = None
-) -> tuple[int | None, str]:
-    """The exit status and what the command has printed; None if it, and all that it has started, had to
-    be killed."""
-    with tempfile.TemporaryFile("w+") as output:
+    command: Sequence[str],
+    limit_s: float,
+    environment: dict[str, str] | None = None,
+    *,
+    apart: bool = True,
+) -> Ended:
+    """Run a command, and kill it after `limit_s`. `apart`: with all that it has started, also if it has
+    ended; else the caller's own caller does that."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,
+            start_new_session=apart,
         )
+        rc, text = None, None
         try:
-            rc: int | None = process.wait(limit_s)
+            rc = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            rc = None
-        try:
-            os.killpg(process.pid, signal.SIGKILL)  # members that hang
-        except ProcessLookupError:
-            pass
-        process.wait()
+            output.seek(0)
+            text = output.read()
+            _signal(process, STACKS, apart)
+            _wait(process, _STACKS_WITHIN_S)
+        finally:
+            _signal(process, signal.SIGKILL, apart)  # members that hang, too
+        _wait(process, _DIES_WITHIN_S)  # one in the driver may not
         output.seek(0)
-        return rc, output.read()
+        everything = output.read()
+    text = everything if text is None else text
+    return Ended(rc, text, everything[len(text) :])
+
+
+def _signal(process: subprocess.Popen[bytes], number: int, apart: bool) -> None:
+    try:
+        if apart:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+    except ProcessLookupError:
+        pass
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pass
 
 
 def show(finding: Finding) -> None:
@@ -180,16 +240,24 @@ def main(arguments: Sequence[str] | None = None, place: Place | None = None) -> 
             print("gpu_check: this machine has no CUDA device that torch can use")
             return 2
         place = Gpu([sys.executable, str(Path(__file__).resolve())])
+        faulthandler.register(STACKS)
     give_up_at = time.monotonic() + LIMIT_S
     findings: list[Finding] = []
-    for name in [options.only] if options.only else CHECKS:
-        limit_s = min(CHECK_LIMIT_S, give_up_at - time.monotonic())
+    names = [options.only] if options.only else list(CHECKS)
+    for number, name in enumerate(names, 1):
+        limit_s = limit_of(give_up_at - time.monotonic(), len(names) - number)
         finding = examine(place, name) if options.only else examine_apart(place, name, limit_s)
         findings.append(finding)
         show(finding)
         if options.json is not None:
-            options.json.write_text(json.dumps([asdict(one) for one in findings], indent=1))
+            with replace_whole(options.json) as draft:
+                draft.write_text(json.dumps([asdict(one) for one in findings], indent=1))
     return int(any(finding.good is False for finding in findings))
+
+
+def limit_of(left_s: float, later: int) -> float:
+    """Of a check, when so much time is left for it and `later` others: they get theirs, too."""
+    return min(CHECK_LIMIT_S, max(left_s - later * SHARE_S, left_s / (later + 1)))
 
 
 if __name__ == "__main__":

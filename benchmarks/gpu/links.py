@@ -181,13 +181,41 @@ def gloo_on_a_side_stream(place: Place) -> Answered:
 
 
 def captured(place: Place) -> Answered:
-    member = Member(place, 0, 30.0)
+    """A collective is refused, and a helper thread that asks for an event meanwhile disturbs nothing."""
+    member, asked = Member(place, 0, 30.0), threading.Event()
     member.configure(1, 0, [member.address()])
     said, tensor = "nothing", place.full(0, 8, 1.0)
+    member.group.allreduce([tensor])
+
+    def ask() -> None:
+        if member.group.under_way is not None:
+            asked.set()
+
+    control = threading.Thread(target=ask, name="ft-control")
     try:
         with place.capture():
+            control.start()
+            control.join()
             member.group.allreduce([tensor])
     except UnderCapture as error:
         said = str(error)
     member.close()
-    return said, "refused with a sentence", "graph is captured" in said
+    good = "graph is captured" in said and asked.is_set()
+    return said, "refused with a sentence, while another thread asks", good
+
+
+def leave_open(member: Member) -> None:
+    member.kept["left open"] = True
+
+
+def ends(place: Place) -> Answered:
+    """Processes end as usual after their collectives, also the one that does not close its group."""
+    with place.crew(2, 30.0) as crew:
+        meet(crew, 1)
+        calls = [crew.call(rank, attempt) for rank in range(2)]
+        right = all(call.result() == (True, "") for call in calls)
+        crew.call(1, leave_open).result()
+    measured = f"exit statuses {', '.join(map(str, crew.codes))}" + (
+        "" if right else "; WRONG SUMS"
+    )
+    return measured, "0", right and crew.codes == [0, 0]

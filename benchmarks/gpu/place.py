@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +21,10 @@ from torch.profiler import ProfilerActivity
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 CONNECT_S = 60.0
-_ENDS_WITHIN_S = 10.0
+STACKS = signal.SIGUSR1
+"""At which a process prints where its threads are."""
+ENDS_WITHIN_S = 20.0
+_DIES_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,10 @@ class Place(Protocol):
     """Of the profiler's events that occupy the device."""
     command: Sequence[str]
     """Runs gpu_check in a process of its own, given its arguments."""
+
+    def enter(self) -> None:
+        """Called first in each process: makes the device that of the calling thread."""
+        ...
 
     def group(self, index: int, timeout_s: float) -> ProcessGroup: ...
 
@@ -97,13 +106,16 @@ class Member:
         return self.place.contexts()
 
     def close(self) -> None:
-        self.group.shutdown()
+        if not self.kept.get("left open"):
+            self.group.shutdown()
 
 
 class Crew(Protocol):
     """Some members."""
 
     size: int
+    codes: list[int | None]
+    """After their end: the exit status of each one's process."""
 
     def call(self, index: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """`function(member, *args)`, in that member's process or thread."""
@@ -127,7 +139,7 @@ def meet(crew: Crew, quorum_id: int, indices: Sequence[int] | None = None) -> No
 
 
 class Gpu:
-    """The machine's first CUDA device."""
+    """The machine's last CUDA device: a thread that forgets it makes a context on the first one."""
 
     elements, rounds = 4 << 20, 100
     shape = Shape(layers=12, width=768, heads=12, vocabulary=50304, batch=32, length=1024)
@@ -138,10 +150,13 @@ class Gpu:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = command
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device("cuda", max(0, torch.cuda.device_count() - 1))
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)
 
     def group(self, index: int, timeout_s: float) -> ProcessGroup:
-        return ProcessGroupNCCL(timeout_s, hostname="127.0.0.1", device=0)
+        return ProcessGroupNCCL(timeout_s, hostname="127.0.0.1", device=self.device)
 
     def gloo(self, timeout_s: float) -> ProcessGroup:
         return ProcessGroupGloo(timeout_s, hostname="127.0.0.1")
@@ -200,6 +215,7 @@ class Processes:
 
     def __init__(self, place: Place, size: int, timeout_s: float) -> None:
         self.size = size
+        self.codes: list[int | None] = []
         context = multiprocessing.get_context("spawn")
         self._pool = ThreadPoolExecutor(size)
         self._ends, self._all = [], []
@@ -213,8 +229,13 @@ class Processes:
 
     def call(self, index: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
         def run() -> Any:
-            self._ends[index].send((function, args))
-            good, value = self._ends[index].recv()
+            try:
+                self._ends[index].send((function, args))
+                good, value = self._ends[index].recv()
+            except (EOFError, OSError) as error:
+                self._all[index].join(_DIES_WITHIN_S)
+                how = self._all[index].exitcode
+                raise RuntimeError(f"member {index} is gone, exit status {how}") from error
             if not good:
                 raise RuntimeError(value)
             return value
@@ -231,18 +252,21 @@ class Processes:
         # Members that are called no more see the end of their pipe; the others hang.
         for end in self._ends:
             end.close()
-        give_up_at = time.monotonic() + _ENDS_WITHIN_S
+        give_up_at = time.monotonic() + ENDS_WITHIN_S
         for process in self._all:
             process.join(max(0.0, give_up_at - time.monotonic()))
             process.kill()
-            process.join()
+            process.join(_DIES_WITHIN_S)  # one that hangs in the driver does not
+            self.codes.append(process.exitcode)
         self._pool.shutdown(wait=False)
 
 
 def serve(place: Place, index: int, timeout_s: float, end: Any) -> None:
     """A member in its process. NCCL is told that it is on a machine of its own."""
+    faulthandler.register(STACKS)
     os.environ["NCCL_HOSTID"] = f"ft-gpu-check-{index}"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    place.enter()
     member = Member(place, index, timeout_s)
     while True:
         try:

@@ -34,6 +34,9 @@ class Stand:
         self.wires = Wires()
         self.devices: dict[int, DoubleDevice] = {}
 
+    def enter(self) -> None:
+        pass
+
     def group(self, index: int, timeout_s: float) -> ProcessGroup:
         self.devices[index] = DoubleDevice(self.wires, index + 1, takes_floats=True)
         return ProcessGroupNCCL(timeout_s, hostname="127.0.0.1", on=self.devices[index])
@@ -77,6 +80,7 @@ class Threads:
 
     def __init__(self, stand: Stand, size: int, timeout_s: float) -> None:
         self.size, self.stand = size, stand
+        self.codes: list[int | None] = [0] * size  # threads have none
         self.pool = ThreadPoolExecutor(size)
         self.members = [Member(stand, index, timeout_s) for index in range(size)]
 

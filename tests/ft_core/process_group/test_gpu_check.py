@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +16,13 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu.place import Crew, Gpu
+from benchmarks.gpu import place
+from benchmarks.gpu.place import Crew, Gpu, Member
 from benchmarks.gpu.trace import Span, busy, hidden, idle_us, spans_of
 from benchmarks.gpu_check import CHECKS, Finding, examine, examine_apart
 from ft_core.process_group import ProcessGroup
 from tests.harness.gpu_stand import Stand
+from tests.harness.waiting import PATIENCE_S, until
 
 MEASURED = {
     "device to host and back": "GB/s to the host",
@@ -84,6 +90,9 @@ class OnTheHost(Gpu):
 
     elements, rounds = 1 << 16, 5
 
+    def enter(self) -> None:
+        pass
+
     def group(self, index: int, timeout_s: float) -> ProcessGroup:
         return self.gloo(timeout_s)
 
@@ -96,24 +105,133 @@ def test_members_are_processes_whose_sockets_are_cut() -> None:
     assert finding.good, finding
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members may take long to end: this machine is not theirs alone."""
+    monkeypatch.setattr(place, "ENDS_WITHIN_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_member_that_is_killed_is_named() -> None:
+    """As the kernel does where there is no memory left."""
+    with OnTheHost([]).crew(2, 30.0) as crew:
+        crew.call(0, Member.address).result()  # it has started
+        with pytest.raises(RuntimeError, match="member 1 is gone, exit status -9"):
+            crew.call(1, ends_itself).result()
+    assert crew.codes == [0, -signal.SIGKILL]
+
+
+def ends_itself(member: Member) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("patient")
+def test_processes_end_as_usual_whether_their_group_was_closed_or_not() -> None:
+    finding = examine(OnTheHost([]), "ends of processes")
+    assert (finding.good, finding.measured) == (True, "exit statuses 0, 0")
+
+
+# ---------------------------------------------------------------- a check in a process of its own
+
+FOUND = [asdict(Finding("capture", "it", "a bar", True, 1.0))]
+WRITES = f"import sys; open(sys.argv[-1], 'w').write({json.dumps(json.dumps(FOUND))})\n"
+
+
+def ended_by(script: str, limit_s: float = PATIENCE_S) -> Finding:
+    """What is said of a check whose process runs `script`."""
+    stand = Stand()
+    stand.command = (sys.executable, "-c", script)
+    return examine_apart(stand, "capture", limit_s)
+
+
 def test_a_check_apart_is_found() -> None:
-    stand = Stand()
-    write = "import sys; open(sys.argv[-1], 'w').write(sys.argv[1])"
-    expected = Finding("capture", "it", "a bar", True, 1.0)
-    stand.command = (sys.executable, "-c", write, json.dumps([asdict(expected)]))
-    assert examine_apart(stand, "capture", 60.0) == expected
+    found = ended_by(WRITES)
+    assert (found.name, found.measured, found.good, found.said) == ("capture", "it", True, "")
 
 
-def test_a_check_that_does_not_end_costs_only_its_time(tmp_path: Path) -> None:
-    stand = Stand()
-    stand.command = (sys.executable, "-c", "print('hm', flush=True); import time; time.sleep(600)")
-    found = examine_apart(stand, "capture", 2.0)
+@pytest.mark.parametrize(
+    ("script", "measured"),
+    [
+        ("raise SystemExit('it broke')", "exit status 1; it said: it broke"),
+        ("import os; print('hm', flush=True); os.abort()", "exit status -6; it said: hm"),
+        ("import os; os.kill(os.getpid(), 9)", "exit status -9; it said: nothing"),
+        (WRITES + "import os; os.abort()", "it; its process: exit status -6"),
+    ],
+)
+def test_a_check_whose_process_fails_is_told(script: str, measured: str) -> None:
+    found = ended_by(script)
+    assert (found.good, found.measured) == (False, measured)
+
+
+HANGS = """
+import faulthandler, os, signal, subprocess, sys, time
+faulthandler.register(signal.SIGUSR1)
+def waits_here():
+    time.sleep(600)
+print(subprocess.Popen(['sleep', '600']).pid, flush=True)
+print('hm', flush=True)
+waits_here()
+"""
+
+
+@pytest.mark.parametrize("writes", ["", WRITES])
+def test_a_check_that_hangs_costs_only_its_time_and_says_where(writes: str) -> None:
+    found = ended_by(writes + HANGS, 3.0)
     assert found.good is False
-    assert found.measured.startswith("not ended after 2 s")
-    stand.command = (sys.executable, "-c", "raise SystemExit('it broke')")
-    found = examine_apart(stand, "capture", 60.0)
-    assert found.measured == "exit status 1; it said: it broke"
-    assert "not begun" in examine_apart(stand, "capture", -1.0).measured
+    how = "it; its process: not ended after 3 s" if writes else "not ended after 3 s; it said: hm"
+    assert found.measured == how
+    pid, said, *stacks = found.said.splitlines()
+    assert said == "hm"
+    assert any("waits_here" in line for line in stacks)
+    until(lambda: ended(int(pid)))
+
+
+def ended(pid: int) -> bool:
+    """Whether there is no such process, but one that nobody waits for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_checks_that_hang_leave_time_for_all_others() -> None:
+    """Also the last one, if all before it hang."""
+    left_s, limits = gpu_check.LIMIT_S, []
+    for later in reversed(range(len(CHECKS))):
+        limits.append(gpu_check.limit_of(left_s, later))
+        left_s -= limits[-1]
+    assert min(limits) >= gpu_check.SHARE_S
+    assert max(limits) == limits[0] == gpu_check.CHECK_LIMIT_S
+    assert left_s >= 0
+    assert gpu_check.limit_of(-1.0, 3) < 0
+    assert "not begun" in examine_apart(Stand(), "capture", -1.0).measured
+
+
+@pytest.mark.parametrize("name", ["xxhash", "msgpack", "zmq"])
+def test_what_was_not_carried_is_named(name: str) -> None:
+    ended = without([name])
+    assert f"gpu_check needs {name}" in ended.stderr
+    assert "how to carry it" in ended.stderr
+
+
+def test_nothing_else_needs_to_be_carried() -> None:
+    ended = without(["click", "rich", "lightning", "accelerate", "transformers", "pytest", "tests"])
+    assert "CUDA device" in ended.stdout, ended.stderr
+
+
+def without(names: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """gpu_check where these packages can't be imported, and no GPU is seen."""
+    script = Path(gpu_check.__file__)
+    program = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({list(names)}))\n"
+        f"sys.argv = [{str(script)!r}]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_what_the_sanitizer_says_is_told() -> None:
@@ -124,6 +242,9 @@ def test_what_the_sanitizer_says_is_told() -> None:
     stand.command = (sys.executable, "-c", "")
     found = examine(stand, "sanitizer")
     assert (found.good, found.measured) == (True, "clean (numbers: float32)")
+    # What hangs in it is killed with this check's own process.
+    stand.command = (sys.executable, "-c", "import os; print('CSAN', os.getpgrp())")
+    assert examine(stand, "sanitizer").measured == f"CSAN {os.getpgrp()}"
 
 
 def test_a_trace_is_read() -> None:
