@@ -1,12 +1,13 @@
-"""python benchmarks/hsdp_kills.py [--kills N] [--groups G] [--tensor] [--json FILE]
+"""python benchmarks/hsdp_kills.py [--kills N] [--groups G] [--shards S] [--tensor T] [--json FILE]
 
-Replica groups of two ranks (FSDP2 inside; `--tensor`: tensor parallelism), of which one rank is killed
-(SIGKILL) again and again: each rank of each group in turn, in each phase of a step. Its group is started
-again, as a launcher does, and heals. Measured for each kill:
+Replica groups of S x T ranks (FSDP2 over S of them, 2 by default, and tensor parallelism over T, 1 by default), of which
+one rank is killed (SIGKILL) again and again: in each phase of a step in turn, each rank of each group. Its group is
+started again, as a launcher does, and heals. Measured for each kill:
 
 - healthy groups that are lost;
 - from the SIGKILL to the survivors' next committed step, less the time of one step;
-- from the SIGKILL to the end of the dead rank's sibling, which no launcher ends here.
+- from the SIGKILL to the end of the dead rank's siblings. In a group of two no launcher ends the other one here; in
+  larger ones all are ended, as by a launcher.
 
 At the end all groups must hold the same weights and moments.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -29,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import arguments, report
 
 LIMIT = timedelta(seconds=60)
-RANKS = 2
 PHASES = ("begin", "gather", "forward", "backward", "reduce", "vote", "optimizer", "heal")
 """Between two steps; while the other ranks of its group are in FSDP's all-gather; between two all-gathers;
 between two reductions; with a reduction across the groups under way; before the vote; between the commit and
@@ -43,9 +44,9 @@ SETTLED = 5
 class Rank:
     """One rank of a group. `shared`: what all processes see, see `main`."""
 
-    def __init__(self, group: int, rank: int, tensor: bool, pace_s: float, shared: Any) -> None:
-        self.group, self.rank, self.tensor, self.pace_s = group, rank, tensor, pace_s
-        self.shared, self.number = shared, group * RANKS + rank
+    def __init__(self, group: int, rank: int, pace_s: float, shared: Any) -> None:
+        self.group, self.rank, self.pace_s = group, rank, pace_s
+        self.shared, self.number = shared, group * shared.ranks + rank
 
     def at(self, phase: str) -> None:
         """Die here, if it is this rank's turn."""
@@ -70,10 +71,9 @@ class Rank:
             nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
         ]
         model = nn.Sequential(*layers)
-        sizes = (1, RANKS) if self.tensor else (RANKS, 1)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
+        mesh = init_device_mesh("cpu", self.shared.sizes, mesh_dim_names=("shard", "tensor"))
         for layer in layers:
-            if self.tensor:
+            if self.shared.sizes[1] > 1:
                 plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
                 parallelize_module(layer, mesh["tensor"], plan)
             fully_shard(layer, mesh=mesh["shard"])
@@ -95,7 +95,7 @@ class Rank:
             "gloo",
             store=dist.PrefixStore("inner", store),
             rank=self.rank,
-            world_size=RANKS,
+            world_size=self.shared.ranks,
             timeout=LIMIT,
         )
         model = self.model()
@@ -122,14 +122,15 @@ class Rank:
             timeout=LIMIT,
             expected_replicas=self.shared.groups,
             rank=self.rank,
-            world_size=RANKS,
+            world_size=self.shared.ranks,
             store_addr="127.0.0.1",
             store_port=port,
             use_async_quorum=False,
         )
         replicate(model, manager)
         optimizer = Optimizer(manager, inner)
-        data = torch.randn(16, 64, generator=torch.Generator().manual_seed(self.number))
+        seed = self.number // self.shared.sizes[1]  # one batch for ranks that share each layer
+        data = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
         self._loop(manager, optimizer, model, inner, data)
 
     def _loop(self, manager: Any, optimizer: Any, model: Any, inner: Any, data: Any) -> None:
@@ -169,9 +170,9 @@ def digest(model: Any, inner: Any) -> str:
 class Shared:
     """What all processes see. `order`: number of the rank that is to die, and the phase."""
 
-    def __init__(self, context: Any, groups: int) -> None:
-        self.groups = groups
-        ranks = groups * RANKS
+    def __init__(self, context: Any, groups: int, sizes: tuple[int, int]) -> None:
+        self.groups, self.sizes, self.ranks = groups, sizes, math.prod(sizes)
+        ranks = groups * self.ranks
         self.order = context.Array("i", [-1, 0], lock=False)
         self.killed_at, self.digest_at = context.Value("d", 0.0), context.Value("i", 0)
         self.again_at, self.seconds = (context.Array("d", ranks, lock=False) for _ in range(2))
@@ -188,7 +189,7 @@ class Groups:
 
     def __init__(self, context: Any, lighthouse: str, options: Any) -> None:
         self.context, self.lighthouse, self.options = context, lighthouse, options
-        self.shared = Shared(context, options.groups)
+        self.shared = Shared(context, options.groups, (options.shards, options.tensor))
         self.processes: dict[int, Any] = {}
         self.stores: dict[int, Any] = {}
 
@@ -197,8 +198,8 @@ class Groups:
 
         store = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
         self.stores[group] = store
-        for rank in range(RANKS):
-            one = Rank(group, rank, self.options.tensor, self.options.pace_s, self.shared)
+        for rank in range(self.shared.ranks):
+            one = Rank(group, rank, self.options.pace_s, self.shared)
             self.shared.steps[one.number] = 0
             process = self.context.Process(
                 target=rank_main, args=(one, self.lighthouse, store.port), daemon=True
@@ -222,17 +223,18 @@ class Groups:
 
     def kill(self, number: int, phase: int) -> dict[str, Any]:
         """Kill a rank in a phase; its group is started again."""
-        shared, group = self.shared, number // RANKS
+        shared, ranks = self.shared, self.shared.ranks
+        group = number // ranks
         self.settle()
         step_s = statistics.median(shared.seconds)
-        healthy = [n for n in self.processes if n // RANKS != group]
+        healthy = [n for n in self.processes if n // ranks != group]
         if phase == HEAL:
             self._die(number, BEGIN, healthy)
             shared.order[1], shared.order[0] = phase, number
             self.start(group)
         killed_at, sibling_s = self._die(number, phase, healthy)
         self.until(lambda: all(shared.again_at[n] for n in healthy), "the survivors")
-        lost = {n // RANKS for n in healthy if self.processes[n].exitcode is not None}
+        lost = {n // ranks for n in healthy if self.processes[n].exitcode is not None}
         again_s = max(shared.again_at[n] for n in healthy) - killed_at
         self.start(group)
         return {
@@ -254,6 +256,9 @@ class Groups:
         self.until(lambda: self.processes[number].exitcode is not None, "the kill")
         shared.order[0] = -1
         siblings = set(self.processes) - {number, *healthy}
+        if shared.ranks > 2:
+            for n in siblings:
+                self.processes[n].kill()
         self.until(
             lambda: all(self.processes[n].exitcode is not None for n in siblings),
             "the dead rank's sibling to end",
@@ -266,7 +271,7 @@ class Groups:
         self.settle()
         self.shared.digest_at.value = self.highest() + 50
         found = dict(self.shared.digests.get(timeout=PATIENCE_S) for _ in self.processes)
-        return all(found[n] == found[n % RANKS] for n in found)
+        return all(found[n] == found[n % self.shared.ranks] for n in found)
 
     def highest(self) -> int:
         from lighthouse.client import LighthouseClient
@@ -285,7 +290,8 @@ def main() -> None:
     parser = arguments("HSDP over replica groups: kills of single ranks")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--tensor", action="store_true", help="tensor parallelism in a group")
+    parser.add_argument("--shards", type=int, default=2, help="ranks of a group that FSDP2 is over")
+    parser.add_argument("--tensor", type=int, default=1, help="... and tensor parallelism")
     parser.add_argument("--pace-s", type=float, default=0.05, help="a step takes so much longer")
     options = parser.parse_args()
     from lighthouse import LighthouseServer
@@ -302,9 +308,8 @@ def main() -> None:
             "torch._dynamo",
         ]
     )
-    turns = itertools.cycle(
-        (number, phase) for phase in range(len(PHASES)) for number in range(options.groups * RANKS)
-    )
+    ranks, phases = options.groups * options.shards * options.tensor, len(PHASES)
+    turns = ((sum(divmod(k, phases)) % ranks, k % phases) for k in itertools.count())
     with LighthouseServer("tcp://127.0.0.1:0") as lighthouse:
         groups = Groups(context, lighthouse.address(), options)
         try:
@@ -329,7 +334,9 @@ def main() -> None:
                     *(f"{median_and_most(each)}" for each in (beyond, sibling)),
                 )
             )
-    title = f"{options.groups} groups of {RANKS}, {'TP' if options.tensor else 'FSDP2'} inside"
+    title = (
+        f"{options.groups} groups, FSDP2 over {options.shards} and TP over {options.tensor} inside"
+    )
     columns = [
         "killed in",
         "kills",
