@@ -77,19 +77,20 @@ def test_the_folder_goes_while_it_is_looked_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_main: bool
 ) -> None:
     """Another process has finished, and removes the folder, which is empty: it used to be an error."""
-    root, scandir, removed = tmp_path / FOLDER, os.scandir, []
+    root, glob, removed = tmp_path / FOLDER, Path.glob, []
 
-    def late(path: Any = ".") -> Any:
-        if str(path) == str(root) and not list(scandir(path)):
+    def late(path: Path, pattern: str) -> Any:
+        if path == root and not os.listdir(root):
             root.rmdir()
             removed.append(path)
-        return scandir(path)
+            raise FileNotFoundError(root)  # as it does where the folder goes within it
+        return glob(path, pattern)
 
     def write(draft: Path) -> Path:
         (draft / "random_states_0.pkl").write_text("mine")
         return draft
 
-    monkeypatch.setattr(os, "scandir", late)
+    monkeypatch.setattr(Path, "glob", late)
     root.mkdir()
     (tmp_path / "state").mkdir()
     assert publish(tmp_path / "state", root, ranks(0), write, lambda: is_main) == is_main
