@@ -290,7 +290,8 @@ class PeriodicMixin(FTDDPMixin):
         assert self.lightning_module is not None
         self._aside, self._booked = None, (0, 0.0, 0.0)
         steps = InnerSteps(list(self.optimizers))
-        self._driver.use(self._make_algorithm(self.lightning_module, steps), steps)
+        with self._averaging(self.lightning_module):
+            self._driver.use(self._make_algorithm(self.lightning_module, steps), steps)
         callback = self._from("callbacks").Callback
         members = {
             "on_train_batch_end": lambda _, *rest: self._batch_end(),

@@ -69,15 +69,14 @@ def adopt(trainer: Any, known: dict[str, list[str]]) -> None:
 
 
 def refuse_unfrozen(module: Any, averaged: set[int]) -> None:
-    """Raise ValueError for parameters that are trainable, and not among those whose gradients are
-    `averaged` (ids)."""
+    """Raise ValueError for parameters that are trainable, and not among those that are `averaged` (ids)."""
     names = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in averaged]
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         raise ValueError(
-            f"{', '.join(names[:MOST_NAMED])}{more}: frozen when the fit began, and trainable now. Their "
-            "gradients would not be averaged, so that each replica group had weights of its own "
-            "(stock ddp says nothing of it). Unfreeze them in a BaseFinetuning callback, or before "
+            f"{', '.join(names[:MOST_NAMED])}{more}: frozen when the fit began, and trainable now. They "
+            "would not be averaged, so that each replica group had weights of its own (stock ddp says "
+            "nothing of it). Unfreeze them in a BaseFinetuning callback, or before "
             "another fit"
         )
 

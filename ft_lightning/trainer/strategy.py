@@ -21,7 +21,7 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     _sigterm: Sigterm | None = None
     _prepare_lock: int | None = None
     _averaged: set[int] | None = None
-    """Ids of the parameters whose gradients are averaged; None: those of all that are trainable."""
+    """Ids of the parameters that are averaged; None: all that are trainable."""
     _writes = _shows_bar = _prepared = False
 
     @classmethod
@@ -355,13 +355,19 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if self._driver is None or self._trainer.state.fn != "fit":
             return model
         options = dict(self._ddp_kwargs)
-        unfreezes = bool(finetuning.finetunes(self._trainer))
-        if unfreezes or not model.automatic_optimization:
+        if finetuning.finetunes(self._trainer) or not model.automatic_optimization:
             # With several optimizers each backward reaches some of the parameters only.
             options.setdefault("find_unused_parameters", True)
+        with self._averaging(model):
+            return self._driver.wrap(model, **options)
+
+    @contextlib.contextmanager
+    def _averaging(self, model: Any) -> Iterator[None]:
+        """Within it, those parameters of `model` are trainable that are to be averaged during the fit."""
+        unfreezes = finetuning.finetunes(self._trainer)
         with finetuning.all_trainable(model) if unfreezes else contextlib.nullcontext():
             self._averaged = {id(p) for p in model.parameters() if p.requires_grad}
-            return self._driver.wrap(model, **options)
+            yield
 
     def _register_ddp_hooks(self) -> None:
         """ft_core's wrapper has registered its own."""

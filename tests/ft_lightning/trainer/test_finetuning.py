@@ -21,7 +21,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-log, by, group = Path(sys.argv[1]), sys.argv[2], os.environ.get("REPLICA_GROUP_ID")
+log, by, strategy = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+group = os.environ.get("REPLICA_GROUP_ID")
 began_again = group == "1" and (log / "killed").exists()
 
 class Net(LightningModule):
@@ -62,7 +63,7 @@ data = TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
 before = Net()
 module = Net()
 module.load_state_dict(before.state_dict())
-trainer = Trainer(strategy="ft_ddp", devices=2, accelerator="cpu", logger=False, max_epochs=40,
+trainer = Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False, max_epochs=40,
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
                   callbacks=[Unfreezes() if by == "callback" else ByHand()])
 trainer.fit(module, DataLoader(data, 4))
@@ -76,12 +77,12 @@ if began_again:
 """
 
 
-def run(tmp_path: Path, by: str) -> tuple[int, str]:
+def run(tmp_path: Path, by: str, strategy: str = "ft_ddp") -> tuple[int, str]:
     """(The exit code of such a script, all that it says)."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = workers.run("lightning", [str(script), str(tmp_path), by], env=env)
+    done = workers.run("lightning", [str(script), str(tmp_path), by, strategy], env=env)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -96,8 +97,9 @@ def test_what_a_callback_unfreezes_is_averaged_and_heals(tmp_path: Path) -> None
     assert "came back: True" in text
 
 
-def test_what_is_unfrozen_by_hand_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    code, text = run(tmp_path, "hand")
+@pytest.mark.parametrize("strategy", ["ft_ddp", "ft_local_sgd"])
+def test_what_is_unfrozen_by_hand_is_refused_with_a_sentence(tmp_path: Path, strategy: str) -> None:
+    code, text = run(tmp_path, "hand", strategy)
     assert code == 1, text
     assert (
         "ValueError: backbone.0.weight, backbone.0.bias, backbone.1.weight and 1 more: frozen"
