@@ -39,8 +39,6 @@ class Leadership:
         group_size: processes of a replica group, of which the first may be the main one.
         speaks: it tells the launcher for its replica group.
         first: it is the main one until a quorum says otherwise.
-        heals_variables: whether what the script keeps in variables comes with the state, as under
-            Trainer.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class Leadership:
         group_size: int,
         speaks: bool,
         first: bool,
-        heals_variables: Callable[[], bool],
     ) -> None:
         self.holds = first
         """Whether this process is the main one of its quorum, also while it catches up."""
@@ -61,7 +58,10 @@ class Leadership:
         self.denied = 0
         """How often this process was asked whether it is the main one, and was not."""
         self._position, self._speaks = position, speaks
-        self._size, self._heals_variables = group_size, heals_variables
+        self.heals_variables = False
+        """Whether a framework heals what a script would keep in variables, such as Trainer. It stays so when that
+        has trained: what follows is its results."""
+        self._size = group_size
         self._led_in, self._warned = NO_QUORUM, False
         self._openings: list[Opening] = []
 
@@ -115,7 +115,7 @@ class Leadership:
         if self._speaks:
             slot().leads(leads)
         missed = self._position.missed
-        if self.holds and missed and not self._warned and not self._heals_variables():
+        if self.holds and missed and not self._warned and not self.heals_variables:
             self._warned = True
             log.warning(
                 "this process is the main one now, and came back after its peers had done %s events "

@@ -106,7 +106,6 @@ class Runtime:
             group_size=place.group_world_size,
             speaks=place.group_rank == 0,
             first=ranks.number == 0 and (supervision.restarts == 0 or ranks.is_only_group),
-            heals_variables=lambda: bool(self.on_live),
         )
         self.saves = Saves(self.leadership)
         self.own_writes = OwnWrites(slot())

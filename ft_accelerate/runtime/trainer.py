@@ -132,6 +132,7 @@ def _train(
     shared = _shared[self] = SharedTrainerState(self)
     self.accelerator.register_for_checkpointing(shared)
     runtime.on_live.append(shared.arrive)
+    runtime.leadership.heals_variables = True
     try:
         result = original(self, resume_from_checkpoint, *args, **kwargs)
     finally:

@@ -17,9 +17,7 @@ from tests.harness.waiting import PATIENCE_S
 
 
 def leadership(first: bool = False) -> Leadership:
-    return Leadership(
-        ScriptPosition(), group_size=1, speaks=True, first=first, heals_variables=lambda: False
-    )
+    return Leadership(ScriptPosition(), group_size=1, speaks=True, first=first)
 
 
 def event(saves: Saves, lead: Leadership, mine: int, *members: int) -> None:
