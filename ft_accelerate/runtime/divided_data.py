@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderShard,
@@ -25,7 +26,6 @@ from accelerate.data_loader import (
 from accelerate.state import AcceleratorState, PartialState
 from torch.utils.data import SequentialSampler
 
-from ft_accelerate.runtime.peer_state import generator_of
 from ft_accelerate.runtime.script_position import Iteration, Phase, Place, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks
 from ft_core.replica.status import Participation
@@ -109,15 +109,31 @@ def index_sampler(loader: Any) -> BatchSamplerShard | None:
     return None
 
 
+def generator_of(loader: Any) -> torch.Generator | None:
+    """The one that shuffles this loader's data, where all replica groups must draw alike: Accelerate's, or one
+    that its sampler has of its own."""
+    generator = getattr(loader, "synchronized_generator", None)
+    if generator is None:
+        sampler = _sampler(loader)
+        if not isinstance(sampler, SeedableRandomSampler):
+            generator = getattr(sampler, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
 def draws_from_torch(loader: Any) -> bool:
     """Whether its order of samples comes from torch's own generator: a sampler without one, such as
     `WeightedRandomSampler`, or that of transformers' `group_by_length`. It is the same in all processes
     only as long as none has come back, since their random numbers are their own then."""
-    shard = index_sampler(loader)
-    if shard is None or is_stateful(loader) or generator_of(loader) is not None:
+    sampler = _sampler(loader)
+    if sampler is None or is_stateful(loader) or generator_of(loader) is not None:
         return False
-    sampler = getattr(shard.batch_sampler, "sampler", shard.batch_sampler)
     return not isinstance(sampler, (SequentialSampler, SeedableRandomSampler))
+
+
+def _sampler(loader: Any) -> Any:
+    """What draws its samples, or batches of them; None: they can't be left out without loading data."""
+    shard = index_sampler(loader)
+    return None if shard is None else getattr(shard.batch_sampler, "sampler", shard.batch_sampler)
 
 
 def is_stateful(loader: Any) -> bool:

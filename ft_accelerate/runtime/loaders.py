@@ -12,12 +12,12 @@ from accelerate.utils import send_to_device
 
 from ft_accelerate.runtime.divided_data import (
     draws_from_torch,
+    generator_of,
     index_sampler,
     is_stateful,
     read_as,
     refuse_uneven,
 )
-from ft_accelerate.runtime.peer_state import generator_of
 from ft_accelerate.runtime.process import active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import Phase

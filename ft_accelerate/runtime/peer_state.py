@@ -19,6 +19,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
+from ft_accelerate.runtime.divided_data import generator_of
 from ft_accelerate.runtime.script_position import Target
 from ft_core.heal import digest
 from ft_core.heal.shardings import local_part
@@ -189,12 +190,6 @@ def _generators_of_one(accelerator: Any) -> list[torch.Generator]:
         if generator is not None and all(generator is not g for g in found):
             found.append(generator)
     return found
-
-
-def generator_of(loader: Any) -> torch.Generator | None:
-    """The one that shuffles this loader's data, where all replica groups must draw alike."""
-    generator = getattr(loader, "synchronized_generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
 
 
 def _seeded(accelerator: Any) -> list[SeedableRandomSampler]:

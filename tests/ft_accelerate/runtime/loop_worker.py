@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "precision": "no",
     "norm": True,
     "dropout": 0.0,
+    "own_dropout": False,  # each process draws its own, as with `set_seed(device_specific=True)`
     "seed": 7,
     # script_position.STAY_S: none leaves the quorum unless a test says so, as on a machine that is not busy.
     # A peer that is held meanwhile would be none to come back to.
@@ -45,7 +46,8 @@ OPTIONS: dict[str, Any] = {
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
     "seedable": False,
-    "unseeded": False,  # a sampler without a generator of its own, which draws from torch's
+    # of a sampler that is no `RandomSampler`: "torch" has none, and draws from torch's; "own"
+    "generator": "",
     "prepare_data": True,
     "losses": [],  # of the evaluations: the best is saved, and after two worse ones the loop ends
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
@@ -112,8 +114,9 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
     train = TensorDataset(images, labels)
     test = TensorDataset(images[:50], labels[:50])
     order: Any = RandomSampler(train)
-    if options["unseeded"]:
-        order = SubsetRandomSampler(range(len(train)))
+    if options["generator"]:
+        own = torch.Generator().manual_seed(5) if options["generator"] == "own" else None
+        order = SubsetRandomSampler(range(len(train)), own)
     return DataLoader(train, options["batch_size"], sampler=order), DataLoader(test, 8)
 
 
@@ -233,6 +236,8 @@ def run(options: dict[str, Any]) -> None:
     model, optimizer, test, scheduler = accelerator.prepare(model, optimizer, test, ticks)
     if options["prepare_data"]:
         train = accelerator.prepare(train)
+    if options["own_dropout"]:
+        torch.manual_seed(accelerator.process_index)
     fail_once(
         optimizer.optimizer,
         lambda: options["raises"].get(str(global_step)) == accelerator.process_index and log.live,
