@@ -436,7 +436,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         assert self.model is not None
         if self._trains_alone:
             self._refuse_to_train_alone()
-        if self._averaged is not None and not self._trainer.fit_loop.epoch_loop.batch_idx:
+        begins = not self._trainer.fit_loop.epoch_loop.batch_idx  # an epoch
+        if begins and self._averaged is not None and self.world_size > 1:
             finetuning.refuse_unfrozen(self.lightning_module, self._averaged)
         if self.model is not self.lightning_module:
             # Lightning puts the wrapper into eval mode for validation and only what is inside back.

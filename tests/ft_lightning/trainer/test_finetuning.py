@@ -20,8 +20,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from ft_lightning import FTDDPStrategy
 
-log, by, strategy = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+log, by, strategy, devices = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 group = os.environ.get("REPLICA_GROUP_ID")
 began_again = group == "1" and (log / "killed").exists()
 
@@ -58,12 +59,14 @@ class ByHand(Callback):
     def on_train_epoch_start(self, trainer, module):
         module.backbone.requires_grad_(trainer.current_epoch > 0)
 
+if by == "callback":  # the peer waits for the one that is killed
+    strategy = FTDDPStrategy(min_replicas=2)
 seed_everything(1)
 data = TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
 before = Net()
 module = Net()
 module.load_state_dict(before.state_dict())
-trainer = Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False, max_epochs=40,
+trainer = Trainer(strategy=strategy, devices=devices, accelerator="cpu", logger=False, max_epochs=40,
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
                   callbacks=[Unfreezes() if by == "callback" else ByHand()])
 trainer.fit(module, DataLoader(data, 4))
@@ -77,12 +80,14 @@ if began_again:
 """
 
 
-def run(tmp_path: Path, by: str, strategy: str = "ft_ddp") -> tuple[int, str]:
+def run(tmp_path: Path, by: str, strategy: str = "ft_ddp", devices: int = 2) -> tuple[int, str]:
     """(The exit code of such a script, all that it says)."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = workers.run("lightning", [str(script), str(tmp_path), by, strategy], env=env)
+    done = workers.run(
+        "lightning", [str(script), str(tmp_path), by, strategy, str(devices)], env=env
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -106,3 +111,10 @@ def test_what_is_unfrozen_by_hand_is_refused_with_a_sentence(tmp_path: Path, str
         in text
     )
     assert "Unfreeze them in a BaseFinetuning callback" in text
+
+
+def test_a_process_that_trains_alone_may_unfreeze_by_hand(tmp_path: Path) -> None:
+    """There is nothing to average."""
+    code, text = run(tmp_path, "hand", devices=1)
+    assert code == 0, text
+    assert text.count("ends: ") == 1
