@@ -183,7 +183,6 @@ def one_run(way: str, kill_at: int, epoch: int, folder: Path) -> dict[str, float
                 prefix + "NUM_REPLICA_GROUPS": "2",
                 prefix + "LIGHTHOUSE": server.address(),
                 prefix + "JOB_ID": str(folder),
-                prefix + "RESTARTS": str(life),
                 "REPLICA_GROUP_ID": str(group),
                 "NUM_REPLICA_GROUPS": "2",
                 "TORCHFT_LIGHTHOUSE": server.address(),

@@ -19,7 +19,7 @@ import torch
 from ft_accelerate.runtime.process import active
 
 folder, name = Path(sys.argv[1]), "ACCELERATE_FAULT_TOLERANCE_"
-life = f"{os.environ[name + 'REPLICA_GROUP_ID']}.{os.environ[name + 'RESTARTS']}"
+life = f"{os.environ[name + 'REPLICA_GROUP_ID']}.{os.environ['FT_RESTARTS']}"
 out = (folder / life).open("a", buffering=1)
 
 def tell(place, model):
