@@ -122,7 +122,7 @@ def test_a_process_is_killed_and_its_group_and_a_spare_come_back_with_their_shar
 ) -> None:
     """`accelerate launch` with all of it in the config file. No step is trained without both shares of the
     data, so the fault must not show in the numbers. The hot spare has read the other share: it ends, and computes
-    the dead group's when it is started again."""
+    the dead group's when it is started again. One that is late, and has not read the batch of that step, goes on."""
     folder = tmp_path / "ft"
     folder.mkdir()
     config = folder / "config.yaml"
@@ -159,7 +159,7 @@ def test_a_process_is_killed_and_its_group_and_a_spare_come_back_with_their_shar
     ends = {index: json.loads(path.read_text()) for index, path in paths.items() if path.exists()}
     assert {0, 1} <= ends.keys() and ({2, 3} <= ends.keys() or {4, 5} <= ends.keys())
     lives = [len((folder / f"{index}.started").read_text().split()) for index in everybody]
-    assert lives == [1, 1, 2, 2, 2, 2], said
+    assert lives in ([1, 1, 2, 2, 2, 2], [1, 1, 2, 2, 1, 1], [1, 1, 1, 1, 2, 2]), said
     for index in ends:
         for key in ("weights", "moments", "sizes", "step", "lr", "processes"):
             assert ends[index][key] == expected[index % 2][key], (index, key)
