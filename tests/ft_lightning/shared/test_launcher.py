@@ -190,7 +190,8 @@ else:
                       max_epochs=1_000_000, default_root_dir=log)
     trained = Model()
     trainer.fit(trained)
-print(f"\\ngroup {group} ends", [p.tolist() for p in trained.parameters()])
+weights = [p.tolist() for p in trained.parameters()]
+print(f"\\ngroup {group} ends {weights}")  # at once, beside another process
 """
 
 
