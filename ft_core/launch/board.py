@@ -42,7 +42,8 @@ _CARD = struct.Struct("<II")  # length and checksum of the JSON text that follow
 _STACKS_BYTES = 1 << 20  # of one rank, in a sparse file; faulthandler writes 100 threads at most
 _CHILD_BYTES = _SLOT_BYTES + _RANKS * _STACKS_BYTES
 _FLAG, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<d")
-_JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT, _DEAD_AT, _DISOWNED_AT = 0, 8, 24, 32, 40, 48
+_JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT = 0, 8, 24, 32
+_DEAD_AT, _DISOWNED_AT, _REWRITTEN_AT = 40, 48, 56
 
 
 @dataclass(slots=True)
@@ -98,9 +99,9 @@ class Board:
     def clear(self, child: int) -> None:
         """A new life begins."""
         at = child * _SLOT_BYTES
-        lost = _text_in(self._memory, at + _LOST_AT, _PLACE_BYTES)
-        self._memory[at : at + _SLOT_BYTES] = bytes(_SLOT_BYTES)
-        _put_text(self._memory, at + _LOST_AT, _PLACE_BYTES, lost)
+        kept, rest = at + _LOST_AT, at + _LOST_AT + _PLACE_BYTES  # others may be at `wrote` now
+        self._memory[at:kept] = bytes(_LOST_AT)
+        self._memory[rest : at + _SLOT_BYTES] = bytes(at + _SLOT_BYTES - rest)
         _PROGRESS.pack_into(self._memory, at + _PROGRESS_AT, -1, 0)
 
     def died(self, child: int) -> None:
@@ -109,6 +110,8 @@ class Board:
         _FLAG.pack_into(self._memory, at + _DEAD_AT, 1)
         if place := _text_in(self._memory, at + _WRITES_AT, _PLACE_BYTES):
             _put_text(self._memory, at + _LOST_AT, _PLACE_BYTES, place)
+            if _FLAG.unpack_from(self._memory, at + _REWRITTEN_AT)[0]:  # read last: see `wrote`
+                _put_text(self._memory, at + _LOST_AT, _PLACE_BYTES, "")
 
     def look(self, child: int) -> Seen:
         """A child's slot."""
@@ -204,14 +207,21 @@ class Slot:
 
     def writes(self, place: str) -> None:
         """Where the script may be writing by itself now, for all; "": nowhere."""
+        self._set(_REWRITTEN_AT, False)
         _put_text(self._memory, self._at + _WRITES_AT, _PLACE_BYTES, place)
 
     def wrote(self, places: Collection[str]) -> None:
-        """The script has been at these places, for all: what was lost there is written again."""
+        """The script has been at these places, for all: what was lost there is written again.
+
+        Also by a process whose death the supervisor has not seen yet. It puts down what is lost and then reads
+        the flag, and here the flag comes first, so one of the two finds the other's.
+        """
         cut = {_cut(place, _PLACE_BYTES) for place in places}
-        for at in range(_LOST_AT, len(self._memory), _SLOT_BYTES):
-            if _text_in(self._memory, at, _PLACE_BYTES).encode() in cut:
-                _put_text(self._memory, at, _PLACE_BYTES, "")
+        for at in range(0, len(self._memory), _SLOT_BYTES):
+            if _text_in(self._memory, at + _WRITES_AT, _PLACE_BYTES).encode() in cut:
+                _FLAG.pack_into(self._memory, at + _REWRITTEN_AT, True)
+            if _text_in(self._memory, at + _LOST_AT, _PLACE_BYTES).encode() in cut:
+                _put_text(self._memory, at + _LOST_AT, _PLACE_BYTES, "")
 
     @property
     def whole(self) -> bool:
