@@ -329,7 +329,10 @@ class GroupLeader:
             return False
         (fewest, one), *_, (most, other) = sorted(counts.items())
         why = f"since the last commit rank {one} has made {fewest} updates, and rank {other} {most}"
-        self._group_leaves(Leave(join.job, join.replica_id, GAVE_UP + why, promised=join.promised))
+        leave = Leave(
+            join.job, join.replica_id, GAVE_UP + why, promised=join.promised, differs=True
+        )
+        self._group_leaves(leave)
         self._start_over()
         self._send(range(self._size), Expelled(join.job, NO_QUORUM, why, differs=True))
         return True

@@ -12,7 +12,8 @@ committed, and no memory has failed. A yes tells two things about the state that
 often it was updated since the last commit, and a digest of a part of it. Members that differ
 from what more than half of the others say hold another state. Where counts have no majority, the largest
 one counts: a loop that has caught an exception has left out an update, and has not made one more.
-Members that have healed since the last commit do not decide what is right. Where digests have no
+Members that have healed since the last commit do not decide what is right. If a member turns out to differ that
+they may have healed from, they are suspect until the next commit: one that says no digest differs, too. Where digests have no
 majority no member can tell which state is the right one, once all have said theirs: a no says nothing
 of its sender's state, discards the step, and all compare again in its next attempt.
 """
@@ -262,13 +263,17 @@ class Comparison:
 ALIKE = Comparison()
 
 
-def compare(votes: Mapping[str, Vote], unproven: Set[str], names: Mapping[str, str]) -> Comparison:
+def compare(
+    votes: Mapping[str, Vote], unproven: Set[str], suspect: Set[str], names: Mapping[str, str]
+) -> Comparison:
     """Compare what the votes of one step say.
 
     `votes`: those of the living members, by replica_id. `unproven`: members that have healed since
-    the last commit. `names`: for people, by replica_id. O(members).
+    the last commit. `suspect`: those of them that may have healed from a member that differed.
+    `names`: for people, by replica_id. O(members).
     """
-    if len({(vote.updates, vote.digest) for vote in votes.values()}) < 2:
+    alike = len({(vote.updates, vote.digest) for vote in votes.values()}) < 2
+    if alike and suspect.isdisjoint(votes):
         return ALIKE
     said = {replica_id: vote for replica_id, vote in votes.items() if vote.ok}
     step = max((vote.step for vote in said.values()), default=0)
@@ -293,9 +298,9 @@ def compare(votes: Mapping[str, Vote], unproven: Set[str], names: Mapping[str, s
         )
     why = f"its parameters at step {step} are not those of its peers"
     different |= {r: why for r, digest in digests.items() if digest != held}
-    if different:  # their state may be what others have healed from
-        why = "it has healed from a member whose state is not that of its peers"
-        different |= {r: why for r in unproven if r in said and r not in digests | different}
+    why = "it has healed from a member whose state is not that of its peers"
+    suspect = unproven if different else suspect
+    different |= {r: why for r in suspect if r in said and r not in digests | different}
     return Comparison(different)
 
 

@@ -430,6 +430,8 @@ class JobState:
     def _on_leave(self, leave: Leave, now: float) -> None:
         self._forget(leave.replica_id, now, (leave.promised, NO_QUORUM))
         known = leave.replica_id in self._members.by_id
+        if leave.differs:
+            self._history.others_healed_from(leave.replica_id)
         self._history.finished |= known and leave.reason == FINISHED
         cause = f"left: {leave.reason or 'shutdown'}"
         self._remove(leave.replica_id, cause, now, revoke=not leave.reduced)
@@ -555,7 +557,7 @@ class JobState:
         False: no member can tell which state is right; all are refused.
         """
         votes = {r: vote for r, vote in live.votes.items() if r in live.living}
-        found = compare(votes, live.unproven, live.names)
+        found = compare(votes, live.unproven, self._history.suspect, live.names)
         for replica_id, why in found.different.items():
             self._revoke(replica_id, why, now)
             live.overrule(replica_id, why)

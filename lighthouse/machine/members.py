@@ -271,6 +271,7 @@ class History:
             joined without a state. Read only: `is_different` changes it.
         unproven: members that have healed, and no step was committed since: what they hold was
             compared with no other state.
+        suspect: those of them that may have healed from a member whose state was not its peers'.
         commits, discards: how many steps were committed, and how many discarded after work.
     """
 
@@ -289,6 +290,7 @@ class History:
         self.different: OrderedDict[str, str] = OrderedDict()
         self._said: OrderedDict[str, tuple[int, bool, int, int]] = OrderedDict()
         self.unproven: set[str] = set()
+        self.suspect: set[str] = set()
         self.commits = 0
         self.discards = 0
         self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
@@ -325,6 +327,7 @@ class History:
             self.commits += 1
             self.committed = True
             self.unproven.clear()  # those that did not say yes are behind now, and heal again
+            self.suspect.clear()
             self.head = Position(before.step + 1, lineage)
             if not live.is_base:
                 live.is_base = True
@@ -410,8 +413,15 @@ class History:
         """Whether the state of `replica_id` is gone."""
         return replica_id in self._dead_ids or self.dead.get(name_of(replica_id), False)
 
+    def others_healed_from(self, replica_id: str) -> None:
+        """Its state is not its peers', and it discards it: others that have healed since the last commit may hold
+        the same, also those that heal on in another quorum."""
+        self.unproven.discard(replica_id)
+        self.suspect = (self.suspect | self.unproven) - {replica_id}
+
     def is_different(self, replica_id: str, why: str) -> None:
-        """The state of `replica_id` is not its peers'."""
+        """The state of `replica_id` is not its peers', which it is told."""
+        self.others_healed_from(replica_id)
         self.different[replica_id] = why
         if len(self.different) > REMEMBERED_DECISIONS:
             self.different.popitem(last=False)

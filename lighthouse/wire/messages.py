@@ -363,6 +363,7 @@ class Leave:
     `reduced`: all collectives that it has started in this step are done, so the others' are to end
     by themselves. Their step may still commit. `promised`: the term that its sender has obeyed last.
     `left`: how often this process has left, this time included. A `Join` that says as much is newer.
+    `differs`: since the last commit its state was not that of its step: what has healed from it is not, either.
     """
 
     job: JobKey
@@ -371,6 +372,7 @@ class Leave:
     reduced: bool = False
     promised: Term = NO_TERM
     left: int = 1
+    differs: bool = False
 
     def __post_init__(self) -> None:
         _one_line(self, "reason")

@@ -366,7 +366,8 @@ class JobStage:
         """`left=` says that it is an older one: how often its sender has left by then."""
         left = words.number("left", self.left[who] + 1)
         self.left[who] = max(self.left[who], left)
-        return Leave(JOB, who, words.given.get("reason", ""), words.flag("reduced"), left=left)
+        reason, reduced = words.given.get("reason", ""), words.flag("reduced")
+        return Leave(JOB, who, reason, reduced, left=left, differs=words.flag("differs"))
 
 
 PLAIN_EVENTS: dict[str, ReplicaEvent] = {
