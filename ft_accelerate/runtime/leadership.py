@@ -289,31 +289,30 @@ class OwnWrites:
     """Where the script may be writing by itself: it has heard that this is the main process, and has not come to
     a step, an operation or its end since. The loop's thread only.
 
-    Only a launcher of ours hears of it.
+    Only a launcher of ours hears of it. `places`: where it may be writing, in the order in which it came there.
     """
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._places: list[str] = []
+        self.places: list[str] = []
 
     def may_begin(self) -> None:
         """The script has asked whether this is the main process, and it is."""
         if self._slot.there and (place := _place_in_script()):
-            self._places.append(place)
+            self.places.append(place)
             self._slot.writes(place)
 
     def told(self) -> None:
         """The script has asked only to tell a function of ours, which takes care of the rest."""
-        if self._places and _place_in_script():
-            self._places.pop()
-            self._slot.writes(self._places[-1] if self._places else "")
+        if self.places and _place_in_script():
+            self.places.pop()
+            self._slot.writes(self.places[-1] if self.places else "")
 
     def over(self) -> None:
         """The script has come to something else: it has written."""
-        if self._places:
-            self._slot.wrote(self._places)
-            self._slot.writes("")
-            self._places.clear()
+        self._slot.wrote(self.places)
+        self._slot.writes("")
+        self.places.clear()
 
 
 def _place_in_script() -> str:

@@ -178,9 +178,14 @@ class Runtime:
 
     def trains(self, model: Any) -> None:
         """The script has prepared a model, whose gradients our reducer averages."""
-        self.own_writes.over()
+        self.comes_to_another_place()
         self.prepared.add(model)
         self.position.begun += 1
+
+    def comes_to_another_place(self) -> None:
+        """The script calls, so what it may have been writing by itself is written."""
+        if self.own_writes.places:
+            self.own_writes.over()
 
     @property
     def ready(self) -> bool:
@@ -202,7 +207,7 @@ class Runtime:
         Raises `Elsewhere` as `ScriptPosition.leap`.
         """
         position = self.position
-        self.own_writes.over()
+        self.comes_to_another_place()
         while True:
             if position.phase is Phase.FAST_FORWARD:
                 if position.leap(iteration):
@@ -294,7 +299,7 @@ class Runtime:
 
     def _begin_gradients(self) -> bool:
         """First gradients of a backward pass: whether to reduce."""
-        self.own_writes.over()
+        self.comes_to_another_place()
         self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
@@ -370,7 +375,7 @@ class Runtime:
             keep: keep the result for processes that come back in this window. False: they get
                 `alone()`, since the result is in their state.
         """
-        self.own_writes.over()
+        self.comes_to_another_place()
         if self.unfinished is not None:
             finish, self.unfinished = self.unfinished, None
             finish()
@@ -679,7 +684,7 @@ class Runtime:
         self.startup.close()
         self.group_ranks.close()
         if finished:
-            self.own_writes.over()
+            self.comes_to_another_place()
         if finished and self.group_ranks.place.group_rank == 0:
             slot().over(True)
         if finished and self.leadership.holds:
