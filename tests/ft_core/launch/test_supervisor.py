@@ -344,7 +344,8 @@ def test_killed_child_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on(tmp_path: Path, number: Any) -> None:
-    parent = start(tmp_path, "time.sleep(3600)")
+    # Not one long sleep: a signal that comes just before that begins does not interrupt it.
+    parent = start(tmp_path, "while True: time.sleep(0.05)")
     children = [pid_in(tmp_path / f"{i}.0") for i in (0, 1)]
     parent.send_signal(number)
     code = parent.wait(PATIENCE_S)
