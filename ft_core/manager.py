@@ -25,6 +25,7 @@ from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.allreduce import AsyncReduce, with_default
 from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import QuorumUnavailable
+from ft_core.heal.shardings import ShardedModel
 from ft_core.launch import kept_files
 from ft_core.launch.kept import Version
 from ft_core.process_group import ProcessGroup
@@ -238,11 +239,13 @@ class Manager:
         once, in the loop's thread; it returns the same sizes in the same order in all members.
         `within`: compare at least once in so many committed steps, where these are long.
         `after_heals`: compare these with the rest after each heal, and at no other time: the state of an
-        optimizer, say. `tensors` is called each time then.
+        optimizer, say. `tensors` is called each time then. A `ShardedModel` is at rest when states are saved.
         """
         if after_heals:
             self._attempts.compared.register_after_heals(key, tensors)
             return
+        if isinstance(tensors, ShardedModel):
+            self.state.sharded_models[key] = tensors
         self._attempts.compared.register(key, tensors, within)
 
     def compare_states(self, equal: bool) -> None:
@@ -631,6 +634,7 @@ class Manager:
             return
         self._closed = True
         self._attempts.compared.clear()
+        self.state.sharded_models.clear()
         if finished and self._options.trains:
             kept_files.forget(self._options.job_id)
         if self._session is not None:

@@ -40,7 +40,14 @@ from ft_core.heal import (
     unpack,
 )
 from ft_core.heal.objects import naming_option
-from ft_core.heal.shardings import Sharding, at_rest, dtensor_type, local_part, shardings
+from ft_core.heal.shardings import (
+    ShardedModel,
+    Sharding,
+    at_rest,
+    dtensor_type,
+    local_part,
+    shardings,
+)
 from ft_core.launch import kept_files
 from ft_core.launch.board import slot
 from ft_core.launch.kept import Card, Version
@@ -113,6 +120,8 @@ class State:
         self._offered: dict[str, Any] | None = None
         self._received: Versions = []
         self._shardings: list[Sharding] = []
+        self.sharded_models: dict[str, ShardedModel] = {}
+        """Of this manager alone: another one's loop may be in a forward. By the keys of their parts."""
 
     def register(self, key: str, load: Load, save: Save, *, in_place: bool = True) -> None:
         """Add or replace a part. `in_place` False: its owner also reads it during a step that
@@ -149,7 +158,7 @@ class State:
 
     def save(self) -> dict[str, Any]:
         """All parts by key: what their functions return, not copied."""
-        with at_rest():
+        with at_rest(self.sharded_models.values()):
             return {key: save() for key, save in self.parts()}
 
     def sharded(self) -> bool:
@@ -304,7 +313,7 @@ class State:
         into other memory."""
         self._offered = None
         if self._in_place and behind:
-            with at_rest():
+            with at_rest(self.sharded_models.values()):
                 tree = self._tree(without=self._read_in_step)
             self._shardings = shardings(tree)
             self._offered = tree_map(_if_large, tree) if _versions(tree) else None

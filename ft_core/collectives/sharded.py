@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from ft_core.collectives.allreduce import average, check_devices
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
-from ft_core.heal.shardings import local_part, sharded_models
+from ft_core.heal.shardings import local_part
 from ft_core.step import ShardManager, StartedReduce, new_part
 
 _DIVIDED_AFTER = (torch.float32, torch.bfloat16)
@@ -143,7 +143,6 @@ class Shards:
                 module.reshard()
         # Kept as long as the model: a weak reference to a parameter would prevent `model.to(...)`.
         self._known = weakref.WeakKeyDictionary({model: dict(model.named_parameters())})
-        sharded_models.add(self)
 
     def __call__(self) -> list[Tensor]:
         """All of them, in the model's order; none, if the model is gone. Any thread but in backward."""
@@ -273,9 +272,10 @@ class RetryableShards:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next, self._began = 0, False
         self._late: list[_Bucket] = []
-        reducer.register_schema("sharded", describe_shards(model))
+        key = new_part(reducer, "sharded")
+        reducer.register_schema(key, describe_shards(model))
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
-        reducer.register_compared("sharded", shards)
+        reducer.register_compared(key, shards)
         # Without buffers: those are each rank's own, and no attempt changes them.
         reducer.add_model(self)
         reducer.copies_gradients(self)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -97,6 +96,7 @@ def check_alike(shape: list[int], alike: Alike, part: tuple[int, ...], mine: Any
 # ---------------------------------------------------------------- models
 
 
+@runtime_checkable
 class ShardedModel(Protocol):
     """`collectives.sharded.Shards`."""
 
@@ -105,15 +105,11 @@ class ShardedModel(Protocol):
         afterwards."""
 
 
-sharded_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
-"""Of this process."""
-
-
 @contextmanager
-def at_rest() -> Iterator[None]:
-    """Within it a state can be saved as it is between steps, and that changes nothing. The loop's thread, or one
-    for which that waits."""
+def at_rest(models: Iterable[ShardedModel]) -> Iterator[None]:
+    """Within it a state of these models can be saved as it is between steps, and that changes nothing. The
+    loop's thread, or one for which that waits."""
     with ExitStack() as stack:
-        for model in list(sharded_models):
+        for model in models:
             stack.enter_context(model.at_rest())
         yield

@@ -28,6 +28,7 @@ from tests.ft_core.collectives.test_retry import (
     mean_gradients,
     weights,
 )
+from tests.harness.cluster import lighthouse, manager
 from tests.harness.thread_quorum import ThreadManager, ThreadQuorum
 
 
@@ -161,6 +162,7 @@ def test_to_compare_gives_up_nothing_that_a_forward_has_gathered(
 def test_nor_does_to_serve(asked: tuple[nn.Module, Shards]) -> None:
     model, shards = asked
     state = State()
+    state.sharded_models["sharded"] = shards
     state.register("model", model.load_state_dict, model.state_dict)
     state.register("names", list, lambda: dict(model.named_parameters()))
     own = dict(zip((name for name, _ in model.named_parameters()), shards(), strict=True))
@@ -169,6 +171,28 @@ def test_nor_does_to_serve(asked: tuple[nn.Module, Shards]) -> None:
         for name, value in saved.items():
             assert isinstance(value, DTensor)
             assert value.to_local().data_ptr() == own[name].to_local().data_ptr()
+
+
+def test_to_serve_another_managers_state_leaves_a_model_alone(
+    asked: tuple[nn.Module, Shards],
+) -> None:
+    """Its loop may be a thread that is in a forward: that met shards and gathered parameters in one layer."""
+    model, _ = asked
+    gathered = [isinstance(p, DTensor) for p in model.parameters()]
+    state = State()
+    state.register("other", list, lambda: [isinstance(p, DTensor) for p in model.parameters()])
+    assert state.save() == {"other": gathered}
+
+
+def test_a_manager_puts_its_sharded_models_at_rest(asked: tuple[nn.Module, Shards]) -> None:
+    _, shards = asked
+    with lighthouse() as server:
+        own = manager(server.address(), "a", ranks_hold="shards")
+        for key in ("sharded", "sharded.1"):
+            own.register_compared(key, shards)
+        assert list(own.state.sharded_models.values()) == [shards, shards]
+        own.shutdown()
+        assert not own.state.sharded_models
 
 
 def test_a_model_that_is_moved_has_other_shards(between: tuple[nn.Module, Shards]) -> None:
