@@ -32,7 +32,8 @@ class SupervisorLauncher:
 
     If `job` names no lighthouse, this process runs one for as long as it lives. `max_restarts`: see
     `RestartPolicy`. `warm_start`: fork a replica group that is started again from a template.
-    `keep_state_s`, `keep_state_dir`: see `supervise`.
+    `keep_state_s`, `keep_state_dir`: see `supervise`. `refuse(trainer)` raises ValueError for a Trainer that
+    can't work here.
     """
 
     is_interactive_compatible = True
@@ -49,18 +50,22 @@ class SupervisorLauncher:
         keep_state_dir: str = "",
     ) -> None:
         self._scope, self._job, self._max_restarts = scope, job, max_restarts
+        refuse: Callable[[Any], None] = lambda trainer: None,
         self._warm_start = warm_start
         self._keep_state_s, self._keep_state_dir = keep_state_s, keep_state_dir
 
     def launch(
+        self._refuse = refuse
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Run the script's replica groups to their end, then end this process. Never returns.
 
-        Raises RuntimeError if there is no script to run.
+        Raises RuntimeError if there is no script to run, and what `refuse(trainer)` does.
         """
         scope = self._scope
         elsewhere = scope.num_groups - scope.supervised
+        if trainer is not None:
+            self._refuse(trainer)
         job_id = scope.job_id if elsewhere else new_job_id()
         script = script_command(scope.supervised * scope.group_size)
         command = group_command(script, scope.group_size)

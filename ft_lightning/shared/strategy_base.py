@@ -438,7 +438,11 @@ class StrategyBase(_Base):
                 warm_start=self._options.warm_start,
                 keep_state_s=self._keep_state_s,
                 keep_state_dir=self._options.keep_state_dir or "",
+                refuse=self._refuse_trainer,
             )
+
+    def _refuse_trainer(self, trainer: Any) -> None:
+        """Raise ValueError for a Trainer that can't work in the replica groups which are about to start."""
 
     @property
     def _keep_state_s(self) -> float:

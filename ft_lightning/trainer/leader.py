@@ -99,11 +99,15 @@ def searching(trainer: Any) -> bool:
 
 
 def refuse_search(trainer: Any, *, outer: bool = False) -> None:
-    """Raise ValueError for a learning rate finder. Several groups would find several rates, and
+    """Raise ValueError for a search before the training. Several groups would find several rates, and
     with `outer` steps a fit begins only once."""
-    if any(
-        cls.__name__ == "LearningRateFinder" for c in trainer.callbacks for cls in type(c).mro()
-    ):
+    kinds = {cls.__name__ for each in trainer.callbacks for cls in type(each).mro()}
+    if "BatchSizeFinder" in kinds:
+        raise ValueError(
+            "a batch size is found by one process: run BatchSizeFinder (Tuner.scale_batch_size) in a Trainer "
+            "with devices=1 first, and give the size to all"
+        )
+    if "LearningRateFinder" in kinds:
         raise ValueError(
             "LocalSGD and DiLoCo cannot find a learning rate, which is one of their inner steps: run "
             "the finder in a Trainer with devices=1 and another strategy first"

@@ -198,6 +198,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def setup_environment(self) -> None:
         """Called by Lightning before callbacks and loggers are set up: decide whether this
+    def _refuse_trainer(self, trainer: Any) -> None:
+        if self.scope.num_groups > 1:
+            leader.refuse_search(trainer)
+
         process writes, and whether an earlier run is resumed."""
         if self.scope.world_size > 1:
             # Before callbacks are set up, which disables bars where rank zero is not.
