@@ -24,7 +24,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, StartAgain, StepInDoubt
+from ft_core.launch.board import slot
 from ft_core.launch.restarts import (
     AWAY_EXIT_CODE,
     BROKEN_EXIT_CODE,
@@ -60,7 +62,10 @@ def _ending(whose: str, otherwise: _Hook) -> _Hook:
             otherwise(kind, error, trace)
             return
         # Not `sys.stderr`: torch.distributed has put a buffer there, which it prints when this returns.
-        print(f"{whose}: {error}", file=sys.__stderr__, flush=True)
+        # The supervisor of several groups adds nothing to these.
+        alone = not issubclass(kind, TrainingOver | StartAgain) or not slot().there
+        group = "" if alone else f"replica group {ReplicaEnv.read().name}: "
+        print(f"{whose}: {group}{error}", file=sys.__stderr__, flush=True)
         sys.stdout.flush()
         os._exit(code)
 

@@ -410,8 +410,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if not self._resumption.ended_meanwhile():
             return error
         return StartAgain(
-            f"replica group {self.scope.index} has come back when this training was about to end: it "
-            "starts again, and passes over it"
+            "this training has ended just as the process came back: it starts again, and passes over it"
         )
 
     def _register(self, texts: dict[str, str]) -> None:

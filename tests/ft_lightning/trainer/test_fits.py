@@ -135,6 +135,9 @@ def test_one_that_can_not_pass_over_a_fit_ends_while_its_peers_are_between_two(
         run.until(lambda: "which is over for its peers" in run.output(), "group 1 to end")
         run.go("after:1")
         run.wait(supervisor)
+        told = [line for line in run.output().splitlines() if "replica group 1" in line]
+    assert len(told) == 2 and "was killed by SIGKILL" in told[0], told
+    assert told[1].startswith("ft_lightning: replica group 1: this process is at training 1 of its")
     assert [line["fit"] for line in run.lines(0, "fits")] == [1, 2]
     assert [line["fit"] for line in run.lines(1, "fits")] == [1]
 
