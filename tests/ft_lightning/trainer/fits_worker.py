@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "checkpoints": True,
     "saves": False,  # after each fit, to <log>/final.ckpt
     "validates": False,  # after each fit
+    "unlike": False,  # the groups begin with weights of their own
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "step:<fit>:<global step>", "save:<global step>", "final", "after:<fit>"
     "holds": [],
@@ -46,8 +47,14 @@ class Model(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.files.at(f"step:{self.number}:{self.global_step}")
         fold = {int(x) for x in batch[0][:, 0]}
-        self.files.append("trained", fit=self.number, folds=sorted(fold), step=self.global_step)
+        weights, step = digest(self.net.state_dict()), self.global_step
+        self.files.append(
+            "trained", fit=self.number, folds=sorted(fold), step=step, weights=weights
+        )
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_start(self) -> None:
+        self.files.append("starts", weights=digest(self.net.state_dict()))
 
     def on_train_epoch_end(self) -> None:
         self.trainer.should_stop |= self.stops
@@ -91,7 +98,8 @@ def main(options: dict[str, Any]) -> None:
         files.begin_life()
         files.ready()
     for number in range(1, options["fits"] + 1):
-        seed_everything(number, verbose=False)
+        mine = int(os.environ.get("REPLICA_GROUP_ID", "0")) if options["unlike"] else 0
+        seed_everything(number + 100 * mine, verbose=False)
         model = Model(number, files, options["stops"])
         periodic = "sync_every" in options["strategy"]
         make = ft_lightning.FTDiLoCoStrategy if periodic else ft_lightning.FTDDPStrategy

@@ -47,6 +47,19 @@ def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
         assert line["folds"] == [line["fit"]]
 
 
+def test_groups_that_begin_with_weights_of_their_own_run_the_first_forward_with_the_first_ones(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """As under `ddp`, which broadcasts them when it wraps the model; here they differ until the first batch."""
+    with running(tmp_path, lighthouse, worker=WORKER, fits=1, unlike=True) as run:
+        run.wait(run.start(0), run.start(1))
+    mine, theirs = (run.lines(name, "starts")[0]["weights"] for name in (0, 1))
+    assert mine != theirs
+    used = [[line["weights"] for line in run.lines(name, "trained")] for name in (0, 1)]
+    assert used[0][0] == mine
+    assert used[0] == used[1]
+
+
 @pytest.mark.parametrize("place", ["step:2:2", "after:1"])
 def test_a_fit_that_is_over_is_passed_over_with_its_results(
     tmp_path: Path, lighthouse: str, place: str
