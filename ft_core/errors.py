@@ -7,6 +7,7 @@
     │   └── GroupLeft         a rank was told to end, and the group has left with its last vote:
     │                         end normally, nothing is lost
     ├── OutsideStep           a collective of the manager between two steps: move it into one
+    ├── StartAgain            what this process had begun is over: its next life passes over it
     ├── StepInDoubt           the lighthouse was unreachable for so long that a vote stays unanswered
     ├── TooManyDiscards       more than `max_retries` steps in a row were discarded
     └── ProcessGroupError     one class for every failure of a process group, since a caller reacts
@@ -53,6 +54,10 @@ class UnderCapture(FaultToleranceError, RuntimeError):
             f"{operation} while a CUDA graph is captured: a replay would not know the members of its "
             "step; capture the computation, and reduce the gradients after each replay"
         )
+
+
+class StartAgain(FaultToleranceError):
+    """This process can't go on from where it is, and its next life can."""
 
 
 class StepInDoubt(FaultToleranceError):

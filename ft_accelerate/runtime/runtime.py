@@ -686,7 +686,7 @@ class Runtime:
         if finished:
             self.comes_to_another_place()
         if finished and self.group_ranks.place.group_rank == 0:
-            slot().over(True)
+            slot().training(1, over=True)
         if finished and self.leadership.holds:
             self.saved.forget()
         self._leave_for_good(finished=finished)

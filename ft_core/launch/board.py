@@ -42,7 +42,7 @@ _CARD = struct.Struct("<II")  # length and checksum of the JSON text that follow
 _STACKS_BYTES = 1 << 20  # of one rank, in a sparse file; faulthandler writes 100 threads at most
 _CHILD_BYTES = _SLOT_BYTES + _RANKS * _STACKS_BYTES
 _FLAG, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<d")
-_JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT = 0, 8, 24, 32
+_JOINED_AT, _PROGRESS_AT, _LEADS_AT, _TRAINING_AT = 0, 8, 24, 32
 _DEAD_AT, _DISOWNED_AT, _REWRITTEN_AT = 40, 48, 56
 
 
@@ -116,9 +116,9 @@ class Board:
     def look(self, child: int) -> Seen:
         """A child's slot."""
         at = child * _SLOT_BYTES
-        joined, leads, over = (
-            bool(_FLAG.unpack_from(self._memory, at + flag)[0])
-            for flag in (_JOINED_AT, _LEADS_AT, _OVER_AT)
+        joined, leads, training = (
+            _FLAG.unpack_from(self._memory, at + flag)[0]
+            for flag in (_JOINED_AT, _LEADS_AT, _TRAINING_AT)
         )
         step, commits = _PROGRESS.unpack_from(self._memory, at + _PROGRESS_AT)
         ranks = self._memory[at + _RANKS_AT : at + _RANKS_AT + _RANKS * _HUNG.size]
@@ -127,7 +127,8 @@ class Board:
         writes, lost = (
             _text_in(self._memory, at + text_at, _PLACE_BYTES) for text_at in (_WRITES_AT, _LOST_AT)
         )
-        return Seen(joined, step, commits, leads, over, hung, error, writes, lost)
+        over = training > 0
+        return Seen(bool(joined), step, commits, bool(leads), over, hung, error, writes, lost)
 
     def card(self, child: int) -> dict[str, Any] | None:
         """What a child has said about its state; None: nothing, or it is just being written."""
@@ -196,9 +197,21 @@ class Slot:
         """Whether this process writes for all. Rank 0 of a replica group calls it."""
         self._set(_LEADS_AT, yes)
 
-    def over(self, yes: bool) -> None:
-        """Whether this process's training has ended, and it goes on with what follows."""
-        self._set(_OVER_AT, yes)
+    def training(self, number: int, *, over: bool) -> None:
+        """This process begins training `number` of its script, counted from 1; or that has ended, and it
+        goes on with what follows."""
+        self._set(_TRAINING_AT, number if over else -number)
+
+    def has_passed(self, number: int) -> bool:
+        """Whether another process of this supervisor has ended training `number` of the script that both
+        run, or is in a later one. Never where other machines train, too: it can't see them."""
+        others = [at for at in range(0, len(self._memory), _SLOT_BYTES) if at != self._at]
+        living = [at for at in others if not self._get(at + _DEAD_AT)]
+        return self.whole and any(self._is_past(at, number) for at in living)
+
+    def _is_past(self, at: int, training: int) -> bool:
+        told = self._get(at + _TRAINING_AT)
+        return told >= training or -told > training
 
     def failed(self, error: str) -> None:
         """This process ends with `error`, which the supervisor repeats in its last line."""
@@ -238,21 +251,21 @@ class Slot:
         ]
         if any(self._get(at + _LEADS_AT) for at in living):
             return False
-        return self._at == min((at for at in living if self._get(at + _OVER_AT)), default=-1)
+        return self._at == min(
+            (at for at in living if self._get(at + _TRAINING_AT) > 0), default=-1
+        )
 
-    def await_leader(self) -> None:
-        """Wait until the process that writes for all has come to its end, or is dead. Not where other
-        machines train, too."""
-        while self._leader_writes():
+    def await_leader(self, number: int = 1) -> None:
+        """Wait until the process that writes for all has come to the end of training `number`, or is dead.
+        Not where other machines train, too."""
+        while self._leader_writes(number):
             time.sleep(LEADER_LOOK_S)
 
-    def _leader_writes(self) -> bool:
-        return self.whole and any(
-            self._get(at + _LEADS_AT)
-            and not self._get(at + _OVER_AT)
-            and not self._get(at + _DEAD_AT)
-            for at in range(0, len(self._memory), _SLOT_BYTES)
-        )
+    def _leader_writes(self, number: int) -> bool:
+        slots = range(0, len(self._memory), _SLOT_BYTES)
+        leads = [at for at in slots if self._get(at + _LEADS_AT) and not self._get(at + _DEAD_AT)]
+        # One that was stopped is still down as the leader beside its successor.
+        return self.whole and bool(leads) and not any(self._is_past(at, number) for at in leads)
 
     def tell(self, card: Mapping[str, Any], rank: int = 0) -> bool:
         """Put the card of a rank of this child on the board; False: there is no board, or it does not fit."""
@@ -293,19 +306,19 @@ class Slot:
     @property
     def disowned(self) -> int:
         """Changes with each `forget_kept`."""
-        count: int = _FLAG.unpack_from(self._memory, self._keepers_at + _DISOWNED_AT)[0]
-        return count
+        return self._get(self._keepers_at + _DISOWNED_AT)
 
     def others_train(self) -> bool:
         """Whether another process of this supervisor takes part in a quorum, as far as is known."""
         others = [at for at in range(0, len(self._memory), _SLOT_BYTES) if at != self._at]
         return any(self._get(at + _JOINED_AT) and not self._get(at + _DEAD_AT) for at in others)
 
-    def _get(self, at: int) -> bool:
-        return bool(_FLAG.unpack_from(self._memory, at)[0])
+    def _get(self, at: int) -> int:
+        number: int = _FLAG.unpack_from(self._memory, at)[0]
+        return number
 
-    def _set(self, flag: int, yes: bool) -> None:
-        _FLAG.pack_into(self._memory, self._at + flag, yes)
+    def _set(self, flag: int, number: int) -> None:
+        _FLAG.pack_into(self._memory, self._at + flag, number)
 
     def hangs(self, rank: int, until: float) -> None:
         """The loop of `rank` hangs, and is to be back by `until` (`time.monotonic()`); 0: it is."""

@@ -5,7 +5,7 @@ And what SIGTERM does to a training loop.
 |---|---|
 | 0 | trained to the end |
 | 69 | no lighthouse answers, within the connect timeout |
-| 75 | another process of its replica group is gone; the cause is in that process |
+| 75 | another process of its replica group is gone; the cause is in that process. Or the training has ended just as it came back, and its next life passes over it (Lightning's Trainer) |
 | 79 | the training is over, or its script's next one has begun: nothing is left to do |
 | 143 | it was told to end by SIGTERM (`Sigterm`) |
 | other | the script's own error |
@@ -24,7 +24,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from ft_core.errors import GroupBroken, StepInDoubt
+from ft_core.environment import ReplicaEnv
+from ft_core.errors import GroupBroken, StartAgain, StepInDoubt
+from ft_core.launch.board import slot
 from ft_core.launch.restarts import (
     AWAY_EXIT_CODE,
     BROKEN_EXIT_CODE,
@@ -37,6 +39,7 @@ CODES: dict[type[BaseException], int] = {
     LighthouseUnavailable: AWAY_EXIT_CODE,
     StepInDoubt: AWAY_EXIT_CODE,
     GroupBroken: BROKEN_EXIT_CODE,
+    StartAgain: BROKEN_EXIT_CODE,
     TrainingOver: OVER_EXIT_CODE,
 }
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -59,7 +62,10 @@ def _ending(whose: str, otherwise: _Hook) -> _Hook:
             otherwise(kind, error, trace)
             return
         # Not `sys.stderr`: torch.distributed has put a buffer there, which it prints when this returns.
-        print(f"{whose}: {error}", file=sys.__stderr__, flush=True)
+        # The supervisor of several groups adds nothing to these.
+        alone = not issubclass(kind, TrainingOver | StartAgain) or not slot().there
+        group = "" if alone else f"replica group {ReplicaEnv.read().name}: "
+        print(f"{whose}: {group}{error}", file=sys.__stderr__, flush=True)
         sys.stdout.flush()
         os._exit(code)
 

@@ -70,6 +70,7 @@ class Child:
         kill_at: when it is killed, having printed its stacks.
         exit_code: of the last process that ended, as Popen's: negative for a signal.
         given_up: it will not run again, and that was told.
+        sent_away: it is killed, since it runs in vain, and that was told.
         history: how its processes ended that failed.
     """
 
@@ -83,6 +84,7 @@ class Child:
     kill_at: float | None = None
     exit_code: int | None = None
     given_up: bool = False
+    sent_away: bool = False
     history: History = ()
 
     def __post_init__(self) -> None:
@@ -141,7 +143,8 @@ class Roster:
     witnesses: list[Child] = field(default_factory=list)
 
     def ended(self, child: Child, exit_code: int, now: float, kept: int = -1) -> str:
-        """Record the end of a child's process; returns a sentence: what happened, what follows.
+        """Record the end of a child's process; returns a sentence: what happened, what follows; "": that was
+        told, by itself or when it was killed.
 
         What the child has `seen` is of the process that has ended. `kept`: see `Death`.
         """
@@ -152,8 +155,8 @@ class Roster:
             how += f" where the script itself may have been writing ({child.seen.writes})"
         if self.fault is not None:
             return how
-        if exit_code == OVER_EXIT_CODE:
-            return f"replica group {child.number} came too late: the training is over"
+        if exit_code == OVER_EXIT_CODE or (exit_code and child.sent_away):
+            return ""
         self.commits += child.seen.commits
         trained_s = 0.0 if child.joined_at is None else now - child.joined_at
         kept = -1 if child.seen.over else kept
@@ -206,13 +209,17 @@ class Roster:
         return self.commits + sum(c.seen.commits for c in self.children if c.running)
 
     def too_late(self) -> list[Child]:
-        """Children that run in vain: others have trained to the end before these joined, so that
-        these would start from scratch, alone. Not those that have found their training over."""
+        """Children that run in vain, to be killed; each once. Others have trained to the end before these
+        joined, so that these would start from scratch, alone. Not those that have found their training over."""
         if not any(c.exit_code == 0 and not c.running and c.seen.joined for c in self.children):
             return []
         for child in self.children:
             child.restart_at = None
-        return [c for c in self.children if c.running and not (c.seen.joined or c.seen.over)]
+        running = [c for c in self.children if c.running and not c.sent_away]
+        late = [c for c in running if not (c.seen.joined or c.seen.over)]
+        for child in late:
+            child.sent_away = True
+        return late
 
     def due(self, now: float) -> list[Child]:
         """Children to restart now; marks them as restarted."""
@@ -488,7 +495,8 @@ class _Run:
         held = self.board.card(self.board.keeper)
         version = None if held is None else Card.of(held).version
         kept = -1 if version is None else version.step
-        self.say(roster.ended(child, exit_code, time.monotonic(), kept))
+        if sentence := roster.ended(child, exit_code, time.monotonic(), kept):
+            self.say(sentence)
         for lost in roster.given_up():
             self.given_up(lost.number)
         if roster.fault is not None:

@@ -275,6 +275,9 @@ class PeriodicMixin(FTDDPMixin):
     def _setup_model(self, model: Any) -> Any:
         return model  # nothing happens in its backward
 
+    def _refuse_trainer(self, trainer: Any) -> None:
+        refuse_search(trainer, outer=True)
+
     def setup(self, trainer: Any) -> None:
         """Called by Lightning when a run begins: for a fit, make the algorithm and its inner steps,
         too.

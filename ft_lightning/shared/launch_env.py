@@ -25,6 +25,7 @@ from ft_core.environment import (
 )
 
 ENV_DEVICE = "FT_LIGHTNING_DEVICE"
+ENV_ENDS = "FT_LIGHTNING_ENDS"
 ENV_NODE = "NODE_RANK"
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """In the order in which Lightning asks for them."""
@@ -162,11 +163,12 @@ def child_environment(
     device: int,
     lighthouse: str,
     job_id: str = "",
+    ends: str = "",
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The environment of a supervised replica group: `env` (default: this process's) with its place.
 
-    `job_id`: where the user has given none. The launcher of the group's ranks adds RANK and the like.
+    `job_id`: where the user has given none. `ends`: see `ends_folder`. The launcher of the group's ranks adds RANK and the like.
     """
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ENV_TORCHRUN_RESTARTS)
     child = {k: v for k, v in (os.environ if env is None else env).items() if k not in ranks}
@@ -174,9 +176,16 @@ def child_environment(
     child[ENV_NUM_GROUPS] = str(num_groups)
     child[ENV_LIGHTHOUSE] = lighthouse
     child[ENV_DEVICE] = str(device)
+    if ends:
+        child[ENV_ENDS] = ends
     if job_id and child.get(ENV_JOB, "") in ("", SHARED_JOB):
         child[ENV_JOB] = job_id
     return child
+
+
+def ends_folder() -> str:
+    """Where the ends of fits may be kept for as long as the supervisor of all groups lives; "": nowhere."""
+    return os.environ.get(ENV_ENDS, "")
 
 
 def renew_rank() -> None:

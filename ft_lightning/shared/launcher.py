@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +34,8 @@ class SupervisorLauncher:
 
     If `job` names no lighthouse, this process runs one for as long as it lives. `max_restarts`: see
     `RestartPolicy`. `warm_start`: fork a replica group that is started again from a template.
-    `keep_state_s`, `keep_state_dir`: see `supervise`.
+    `keep_state_s`, `keep_state_dir`: see `supervise`. `refuse(trainer)` raises ValueError for a Trainer that
+    can't work here.
     """
 
     is_interactive_compatible = True
@@ -47,18 +50,22 @@ class SupervisorLauncher:
         warm_start: bool = True,
         keep_state_s: float = 0.0,
         keep_state_dir: str = "",
+        refuse: Callable[[Any], None] = lambda trainer: None,
     ) -> None:
         self._scope, self._job, self._max_restarts = scope, job, max_restarts
         self._warm_start = warm_start
         self._keep_state_s, self._keep_state_dir = keep_state_s, keep_state_dir
+        self._refuse = refuse
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Run the script's replica groups to their end, then end this process. Never returns.
 
-        Raises RuntimeError if there is no script to run.
+        Raises RuntimeError if there is no script to run, and what `refuse(trainer)` does.
         """
+        if trainer is not None:
+            self._refuse(trainer)
         scope = self._scope
         elsewhere = scope.num_groups - scope.supervised
         job_id = scope.job_id if elsewhere else new_job_id()
@@ -70,6 +77,8 @@ class SupervisorLauncher:
             server = self._serve()
             address = server.address()
 
+        ends = "" if elsewhere else tempfile.mkdtemp(prefix="ft_lightning_")
+
         def environment(number: int) -> dict[str, str]:
             return child_environment(
                 scope.index + number,
@@ -77,6 +86,7 @@ class SupervisorLauncher:
                 device=number * scope.group_size,
                 lighthouse=address,
                 job_id=job_id,
+                ends=ends,
             )
 
         try:
@@ -95,6 +105,8 @@ class SupervisorLauncher:
                 keep_state_dir=self._keep_state_dir,
             )
         finally:
+            if ends:
+                shutil.rmtree(ends, ignore_errors=True)
             if server is not None:
                 server.shutdown()
         # SystemExit would run the Trainer's exception hooks, which may save what was not trained.

@@ -438,7 +438,11 @@ class StrategyBase(_Base):
                 warm_start=self._options.warm_start,
                 keep_state_s=self._keep_state_s,
                 keep_state_dir=self._options.keep_state_dir or "",
+                refuse=self._refuse_trainer,
             )
+
+    def _refuse_trainer(self, trainer: Any) -> None:
+        """Raise ValueError for a Trainer that can't work in the replica groups which are about to start."""
 
     @property
     def _keep_state_s(self) -> float:
@@ -465,6 +469,7 @@ class StrategyBase(_Base):
         job_id = job_of(self._options, self.scope, ReplicaEnv.read())
         job = self._job if job_id is None else replace(self._job, job_id=job_id)
         self._training = job = replace(job, room_id=trainings.next_room(job))
+        self._tell_training(over=False)
         return job
 
     def _make_manager(self) -> Manager:
@@ -510,8 +515,18 @@ class StrategyBase(_Base):
     def _training_is_over(self, yes: bool) -> None:
         """A training has ended regularly; `yes` False: another one begins."""
         self._over = yes
+        self._tell_training(over=yes)
+
+    def _tell_training(self, *, over: bool) -> None:
+        """Tell the supervisor and the other replica groups where in its script this one is."""
         if self.scope.group_rank == 0:
-            board.slot().over(yes)
+            board.slot().training(self._training_number, over=over)
+
+    @property
+    def _training_number(self) -> int:
+        """Of the training under way, or of the last one, in this script; from 1."""
+        assert self._training is not None
+        return trainings.number_of(self._training.room_id)
 
     def _on_quorum(self) -> bool:
         """Membership may have changed, and with it the leader. False: there is no quorum now."""

@@ -60,6 +60,7 @@ from ft_lightning.shared.step_collectives import (
 from ft_lightning.trainer import healing
 from ft_lightning.trainer.batches import Batches, DataShare, rewind_counters
 from ft_lightning.trainer.decisions import Decisions
+from lighthouse.errors import TrainingOver
 
 log = logging.getLogger("ft_lightning")
 
@@ -90,6 +91,7 @@ class StepDriver:
         on_quorum: called when this process's part in the quorum has changed.
         hooks: `hooks(name)` calls the callbacks' and the module's hook of that name.
         leave: raises what ends a fit on SIGTERM.
+        over: what to raise where the peers have ended the training.
         before_leaving: called before the vote with which this group leaves the others.
         patience_s: how long a peer may be late at the end of a validation or an epoch, in seconds.
         min_replicas: replica groups that a step needs.
@@ -108,6 +110,7 @@ class StepDriver:
         on_quorum: Callable[[], object],
         hooks: Callable[[str], None],
         leave: Callable[[], None],
+        over: Callable[[TrainingOver], Exception],
         before_leaving: Callable[[], None],
         patience_s: float,
         min_replicas: int,
@@ -117,6 +120,7 @@ class StepDriver:
         self._trainer, self._manager, self._batches = trainer, manager, batches
         self._decisions, self._share = decisions, share
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
+        self._over = over
         self._before_leaving = before_leaving
         self._shares_ends, self._ranks = shares_ends, ranks
         self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
@@ -209,6 +213,8 @@ class StepDriver:
             self._follow_quorum()
         except GroupLeft:  # another rank of this group received SIGTERM, so this one ends, too
             self._leave()
+        except TrainingOver as error:
+            raise self._over(error) from None
         finally:
             self._starting, self._place = 0, None
         self.open = place is not Place.ROUND

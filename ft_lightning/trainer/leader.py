@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.errors import GroupBroken
 from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
+from ft_lightning.shared.launch_env import ends_folder
 from ft_lightning.shared.strategy_base import NoLongerLeads, act_as_leader
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.batches import Batches
@@ -99,11 +100,15 @@ def searching(trainer: Any) -> bool:
 
 
 def refuse_search(trainer: Any, *, outer: bool = False) -> None:
-    """Raise ValueError for a learning rate finder. Several groups would find several rates, and
+    """Raise ValueError for a search before the training. Several groups would find several rates, and
     with `outer` steps a fit begins only once."""
-    if any(
-        cls.__name__ == "LearningRateFinder" for c in trainer.callbacks for cls in type(c).mro()
-    ):
+    kinds = {cls.__name__ for each in trainer.callbacks for cls in type(each).mro()}
+    if "BatchSizeFinder" in kinds:
+        raise ValueError(
+            "a batch size is found by one process: run BatchSizeFinder (Tuner.scale_batch_size) in a Trainer "
+            "with devices=1 first, and give the size to all"
+        )
+    if "LearningRateFinder" in kinds:
         raise ValueError(
             "LocalSGD and DiLoCo cannot find a learning rate, which is one of their inner steps: run "
             "the finder in a Trainer with devices=1 and another strategy first"
@@ -141,6 +146,8 @@ def _save_config(trainer: Any, callback: Any) -> None:
 
 # ---------------------------------------------------------------------- checkpoints
 
+END_BYTES = 256 * 2**20
+"""Of a model, up to which the end of a fit is kept where no callback has saved it."""
 KEY = "ft_lightning"
 """Where a checkpoint holds `Manager.state_dict()`."""
 
@@ -233,6 +240,7 @@ class CheckpointMixin(_Base):
     _batches: Batches | None
     _saved: Checkpoints | None = None
     _resumption: Resumption | None = None
+    _ranks_hold: str
     scope: Scope
     _follows: Callable[[], bool]
     _still_leads: Callable[[], bool]
@@ -314,6 +322,26 @@ class CheckpointMixin(_Base):
         saved = self._resumption.saved if self._resumption is not None else None
         if whole and saved is not None and self.is_global_zero and "optimizer_states" in checkpoint:
             saved(filepath)
+
+    def _record_end(self) -> None:
+        """This process writes, and the fit has ended: one that comes back passes over it.
+
+        Where no callback has saved the last step, it is kept in a folder of the supervisor's."""
+        resumption, module, folder = self._resumption, self.lightning_module, ends_folder()
+        if resumption is None or module is None:
+            return
+        small = sum(each.nbytes for each in module.state_dict().values()) <= END_BYTES
+        if folder and small and self._ranks_hold == "copies" and not resumption.end_is_saved:
+            trainer = module.trainer
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            io = self._from("plugins.io").TorchCheckpointIO()
+            path = os.path.join(folder, f"{resumption.number}.ckpt")
+            try:
+                io.save_checkpoint({**checkpoint, **self._place()}, path)
+                resumption.saved(path)
+            except Exception as error:  # of what the script has put into the checkpoint, too
+                log.warning("the end of the fit could not be kept (%s)", error)
+        resumption.finished()
 
     def _checkpoint_writer(self) -> tuple[Any, bool]:
         """(a `CheckpointIO`, whether it writes one file, and now)."""

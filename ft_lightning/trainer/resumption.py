@@ -62,7 +62,7 @@ class Resumption:
         ask: Callable[[Callable[[], Any]], Any],
     ) -> None:
         self._trainer, self._wanted = trainer, wanted
-        self._number = str(trainings.number_of(job.room_id))
+        self.number = str(trainings.number_of(job.room_id))
         root = trainer.default_root_dir
         alone = job.job_id.startswith("alone-") and scope.group_size == 1
         self._file: SmallFile | None = None
@@ -73,6 +73,7 @@ class Resumption:
         self._named = job.job_id != SHARED_JOB and not job.job_id.startswith("alone-")
         self._restarted = scope.restarts > 0
         self._known: dict[str, Any] = ask(self._read) or {}
+        self._ask = ask
         self._peers_are_later = lambda: bool(ask(lambda: trainings.over(job)))
         self.source = ""
         """The checkpoint from which this process has begun; "": none of this job."""
@@ -129,7 +130,14 @@ class Resumption:
         """The fit has been passed over: its results are here. Returns a sentence for the user."""
         for name, value in self._known.get("metrics", {}).items():
             self._trainer.callback_metrics[name] = torch.tensor(value)
-        return f"training {self._number} of the script is over; its state is that of {self.source}"
+        return f"training {self.number} of the script is over; its state is that of {self.source}"
+
+    def ended_meanwhile(self) -> bool:
+        """Whether the fit has finished since this process began with it, and its next life can pass over
+        it. All ranks of the group call it."""
+        if not self._wanted or "finished" in self._known:
+            return False
+        return bool(self._ask(lambda: _end_of(self._read())))
 
     # ------------------------------------------------------------------ the leader's
 
@@ -152,7 +160,7 @@ class Resumption:
                 "anew. Set one that lasts, so that it goes on from its newest checkpoint"
             )
         earlier, self._known = self._known, {}
-        self._change(lambda fits: {n: fit for n, fit in fits.items() if int(n) < int(self._number)})
+        self._change(lambda fits: {n: fit for n, fit in fits.items() if int(n) < int(self.number)})
         if not earlier.get("saves") or earlier.get("finished") or self._trainer.global_step:
             return ""
         path, step = earlier["saves"][-1]
@@ -169,11 +177,18 @@ class Resumption:
         saves = [each for each in known.get("saves", []) if each[0] != path]
         known["saves"] = [*saves[-KEPT_SAVES:], [path, self._trainer.global_step]]
         known["logs"] = log_places(self._trainer)
-        self._change(lambda fits: {**fits, self._number: known})
+        self._change(lambda fits: {**fits, self.number: known})
 
     def took_over(self) -> None:
         """Another process was the leader: what it has saved counts."""
         self._known = self._read()
+
+    @property
+    def end_is_saved(self) -> bool:
+        """Whether nothing more has to be saved for a process that passes over this fit."""
+        saves = self._known.get("saves")
+        kept = self._wanted and self._file is not None
+        return not kept or bool(saves and saves[-1][1] == self._trainer.global_step)
 
     def finished(self) -> None:
         """The fit has ended regularly."""
@@ -181,12 +196,12 @@ class Resumption:
             self._known["finished"] = self._trainer.global_step
             metrics = self._trainer.callback_metrics
             self._known["metrics"] = {name: float(value) for name, value in metrics.items()}
-            self._change(lambda fits: {**fits, self._number: self._known})
+            self._change(lambda fits: {**fits, self.number: self._known})
 
     # ------------------------------------------------------------------ the file
 
     def _read(self) -> dict[str, Any]:
-        fit: dict[str, Any] = self._fits().get(self._number, {})
+        fit: dict[str, Any] = self._fits().get(self.number, {})
         return fit
 
     def _fits(self) -> dict[str, Any]:
@@ -215,3 +230,10 @@ class Resumption:
         for each in (self._trainer._checkpoint_connector, self._trainer.fit_loop):
             if adopted(each):
                 release(each)
+
+
+def _end_of(fit: dict[str, Any]) -> str:
+    """The checkpoint of a finished fit's last step; "": there is none."""
+    path, step = fit["saves"][-1] if fit.get("saves") else ("", -1)
+    there = local_path(path) is None or os.path.exists(path)
+    return path if there and fit.get("finished") == step else ""

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ft_core.errors import StartAgain
 from ft_core.launch import board
 from ft_core.launch.ending import Sigterm
 from ft_core.launch.import_hook import newer_than_tested
@@ -50,6 +51,7 @@ from ft_lightning.trainer.loggers import Loggers
 from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.validation import Validation
+from lighthouse.errors import TrainingOver
 from lighthouse.files import machine_lock
 
 ENV_WORLD_SIZE = "WORLD_SIZE"
@@ -196,6 +198,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     # ------------------------------------------------------------------ set-up
 
+    def _refuse_trainer(self, trainer: Any) -> None:
+        if self.scope.num_groups > 1:
+            leader.refuse_search(trainer)
+
     def setup_environment(self) -> None:
         """Called by Lightning before callbacks and loggers are set up: decide whether this
         process writes, and whether an earlier run is resumed."""
@@ -306,6 +312,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def _on_takeover(self) -> None:
         leader.keep_logs(self._trainer)
         self._checkpoints.make_up()
+        if self._resumption is not None and self._trainer.state.fn == "fit":
+            self._resumption.took_over()
+            self._record_end()
 
     def _adopt_model(self) -> None:
         """The model is set up: have its gradients averaged, if that is not done by its wrapper."""
@@ -343,6 +352,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
             leave=self._leave,
+            over=self._next_life_passes,
             before_leaving=self._before_leaving,
             patience_s=4
             * self._options.timeout_s,  # the lighthouse evicts a group that hangs before
@@ -381,12 +391,27 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._sigterm.watch()  # calls Lightning's, which is there by now, first
         assert self._manager is not None and self._decisions is not None
         if not self._met:  # else the learning rate finder has trained already
-            self._refuse_if_over()
+            try:
+                self._refuse_if_over()
+            except TrainingOver as error:
+                raise self._next_life_passes(error) from None
             self._manager.load_state_dict(self._start())
             self._resume_epoch()
             self._register(schema(self._trainer))
         self._decisions.begin()
         self._adopt_fetcher()
+
+    def _next_life_passes(self, error: TrainingOver) -> Exception:
+        """What to raise where peers have ended this fit: `error`, unless that was just now."""
+        slot = board.slot()
+        if not slot.whole or self._resumption is None:
+            return error
+        slot.await_leader(self._training_number)  # it saves the end, and records it
+        if not self._resumption.ended_meanwhile():
+            return error
+        return StartAgain(
+            "this training has ended just as the process came back: it starts again, and passes over it"
+        )
 
     def _register(self, texts: dict[str, str]) -> None:
         """What a member must have in common with its peers."""
@@ -537,12 +562,13 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if not leader.searching(self._trainer):
             # Before any user code that follows the fit, so that peers do not wait for it.
             self._shut_down(finished=True)
-            self._training_is_over(True)
-            if self._checkpoints.held:  # no step, and no agreement, has followed its last save
-                board.slot().await_leader()
+            if self._leader:
+                self._record_end()
+                self._training_is_over(True)
+            else:  # the leader may die in its last save, or before it has recorded the end
+                self._training_is_over(True)
+                board.slot().await_leader(self._training_number)
                 self._see_who_leads()
-            if self._leader and self._resumption is not None:
-                self._resumption.finished()
             self._checkpoints.end()
 
     def teardown(self) -> None:

@@ -272,8 +272,10 @@ class Forming:
         roll = self._roll(now)
         if self._history.finished and head is not None:
             held = any(member.position.step >= head.step for member in all_members.values())
-            until = self.since + self._config.timeouts.connect_timeout_s
-            late = rules.too_late(roll, held, head.step, until, now)
+            late_s = self._config.timeouts.connect_timeout_s
+            if all(member.too_late for member in all_members.values()):
+                late_s = 0.0
+            late = rules.too_late(roll, held, head.step, self.since + late_s, now)
             if late is not None:
                 return late
         first = self._members.were_members == 0

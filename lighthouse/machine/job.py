@@ -429,10 +429,10 @@ class JobState:
 
     def _on_leave(self, leave: Leave, now: float) -> None:
         self._forget(leave.replica_id, now, (leave.promised, NO_QUORUM))
-        known = leave.replica_id in self._members.by_id
         if leave.differs:
             self._history.others_healed_from(leave.replica_id)
-        self._history.finished |= known and leave.reason == FINISHED
+        if leave.reason == FINISHED and leave.replica_id in self._members.by_id:
+            self._history.finish(self._members)
         cause = f"left: {leave.reason or 'shutdown'}"
         self._remove(leave.replica_id, cause, now, revoke=not leave.reduced)
 

@@ -62,6 +62,8 @@ class MemberState:
         was_member: it has been in a quorum of this job.
         genesis, held: see `Join`; of the state that it holds now.
         peers: how many members its last quorum had.
+        too_late: it was here, with less than the last step, when the first of the others said that the
+            training has finished, so it does not belong to the next one.
     """
 
     join: Join
@@ -77,6 +79,7 @@ class MemberState:
     genesis: int = 0
     held: int = NO_QUORUM
     peers: int = 0
+    too_late: bool = False
     rules: JobRules = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +140,7 @@ class Members:
         member = MemberState(join, peer, Position(join.step, join.lineage), arrival, join.in_doubt)
         member.genesis, member.held = join.genesis, join.held
         member.peers = len(join.last_members)
+        member.too_late = old is not None and old.too_late
         assert join.name not in self._by_name, "two members of one name"
         self.by_id[join.replica_id] = member
         self._by_name[join.name] = join.replica_id
@@ -309,6 +313,15 @@ class History:
             self._commit(position.lineage, b"")
         self.head = position
         self.missed.clear()
+
+    def finish(self, members: Members) -> None:
+        """A member says that the training has finished. If it is the first, those that hold less than its
+        last step came too late."""
+        head = self.head
+        if head is not None and not self.finished:
+            for member in members.by_id.values():
+                member.too_late = member.position.step < head.step
+        self.finished = True
 
     def note_of_others(self, chosen: Iterable[MemberState]) -> str:
         """What is added to the reason of a quorum of these members, which is about to start."""

@@ -30,7 +30,8 @@ R7  Ranks: members of the last quorum keep their order. Newcomers follow in natu
     names when a job starts, and in order of arrival later.
 R8  If the last members said that the training has finished, candidates that come with less than its
     last step start it over only if as many come as are expected. Fewer are refused when the connect
-    timeout is over: the other processes of the next training may take that long to come. Members
+    timeout is over: the other processes of the next training may take that long to come. At once, if
+    all of them were here already when the first member said so: they belong to that training. Members
     that go on after others have finished, and are fewer than `min_replicas`, are told so after the
     same time: their loops are longer. Those that ask for no quorum are at their own ends, so none is
     refused.

@@ -91,7 +91,7 @@ def test_the_first_that_is_left_after_the_training_takes_over() -> None:
 
         slots[1].leads(True)
         for each in slots:
-            each.over(True)
+            each.training(1, over=True)
         assert takers() == [], "the leader lives"
         made.died(1)
         assert takers() == [0]
@@ -103,9 +103,35 @@ def test_the_first_that_is_left_after_the_training_takes_over() -> None:
         assert takers() == []
 
 
+def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
+    """Not even for one that is in the next training already, nor for one that was stopped beside its successor."""
+    with board_of(3) as made:
+        slots = []
+        for child in range(3):
+            with as_child(made, child):
+                slots.append(slot())
+        mine, leader, stopped = slots
+        for each in slots:
+            each.training(1, over=False)
+        leader.leads(True)
+        stopped.leads(True)
+        mine.training(1, over=True)
+        assert not mine.has_passed(1)
+        assert mine._leader_writes(1)
+        leader.training(1, over=True)
+        assert mine.has_passed(1) and not mine.has_passed(2)
+        mine.await_leader(1)
+        leader.training(2, over=False)
+        assert mine.has_passed(1) and not mine.has_passed(2)
+        mine.await_leader(1)
+        made.died(1)
+        assert not mine.has_passed(1)
+        assert mine._leader_writes(1), "the one that was stopped leads again"
+
+
 def test_nothing_is_taken_over_where_other_machines_train() -> None:
     with board_of(1, whole=False) as made, as_child(made, 0):
-        slot().over(True)
+        slot().training(1, over=True)
         assert not slot().takes_over()
 
 

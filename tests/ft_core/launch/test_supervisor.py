@@ -113,6 +113,21 @@ def test_a_child_is_given_up_once() -> None:
     assert rules.given_up() == [rules.children[2]], "it has trained nothing"
 
 
+def test_one_that_runs_in_vain_is_sent_away_and_told_of_once() -> None:
+    rules = policy(3)
+    first, second, late = rules.children
+    for child in rules.children:
+        child.process = object()  # type: ignore[assignment]
+    first.seen.joined = second.seen.joined = True
+    rules.ended(first, 0, 1.0)
+    assert rules.too_late() == [late]
+    rules.ended(second, 0, 1.0)
+    assert rules.too_late() == []
+    assert rules.ended(late, -9, 1.1) == ""
+    assert rules.over()
+    assert rules.exit_code() == 0
+
+
 def test_too_few_left_is_stuck() -> None:
     rules = policy(2, max_restarts=0, min_alive=2)
     assert not rules.stuck()
@@ -141,7 +156,7 @@ def test_one_that_comes_after_the_end_is_no_failure() -> None:
     rules = policy(2)
     rules.children[0].seen.joined = True
     rules.ended(rules.children[0], 0, 1.0)
-    assert rules.ended(rules.children[1], OVER_EXIT_CODE, 2.0).endswith("the training is over")
+    assert rules.ended(rules.children[1], OVER_EXIT_CODE, 2.0) == "", "the process has said it"
     assert rules.over()
     assert rules.exit_code() == 0
 

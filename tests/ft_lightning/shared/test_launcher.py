@@ -13,7 +13,7 @@ import pytest
 
 from ft_core.launch.restarts import AWAY_EXIT_CODE, OVER_EXIT_CODE
 from lighthouse import LighthouseServer
-from tests.ft_lightning.harness import Run, compare, running
+from tests.ft_lightning.harness import NOT_OURS, Run, compare, running
 from tests.harness import workers
 from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.waiting import PATIENCE_S, children_of, gone, until
@@ -114,6 +114,54 @@ def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
                 assert "does not start it over" in run.output()
                 assert "Traceback" not in run.output()
                 assert len(run.lines(1)) == steps
+
+
+SEARCHES = """
+import sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.tuner import Tuner
+
+kind, strategy = sys.argv[1:]
+print("begins", flush=True)
+callbacks = {"rate": [LearningRateFinder()], "size": [BatchSizeFinder()]}.get(kind, [])
+model = BoringModel()
+model.lr, model.batch_size = 0.1, 2
+trainer = Trainer(
+    strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, callbacks=callbacks, logger=False
+)
+if kind == "lr_find":
+    Tuner(trainer).lr_find(model)
+elif kind == "scale_batch_size":
+    Tuner(trainer).scale_batch_size(model)
+else:
+    trainer.fit(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "said"),
+    [
+        ("lr_find", "ft_ddp", "ft_ddp finds a learning rate with one replica group only"),
+        ("rate", "ft_ddp", "ft_ddp finds a learning rate with one replica group only"),
+        ("rate", "ft_diloco", "LocalSGD and DiLoCo cannot find a learning rate"),
+        ("scale_batch_size", "ft_ddp", "Tuning the batch size is"),  # Lightning's own sentence
+        ("size", "ft_ddp", "a batch size is found by one process"),
+    ],
+)
+def test_a_search_is_refused_before_processes_start(
+    tmp_path: Path, kind: str, strategy: str, said: str
+) -> None:
+    script = tmp_path / "searches.py"
+    script.write_text(SEARCHES)
+    with running(tmp_path, worker=script) as run:
+        process = run.launch([str(script), kind, strategy], {}, without=NOT_OURS)
+        run.wait(process, code=1)
+        lines = [line for line in run.output().splitlines() if line.strip()]
+    assert lines.count("begins") == 1
+    assert lines[-1].startswith(f"ValueError: {said}")
+    assert sum(line.startswith("ValueError: ") for line in lines) == 1
 
 
 HANGS = """

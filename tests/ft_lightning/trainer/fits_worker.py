@@ -28,24 +28,40 @@ OPTIONS: dict[str, Any] = {
     "strategy": {"timeout_s": 20},
     "ckpt_path": None,
     "averages": False,  # stochastic weight averaging, which replaces the schedulers on its way
+    "checkpoints": True,
     "saves": False,  # after each fit, to <log>/final.ckpt
     "validates": False,  # after each fit
+    "unlike": False,  # the groups begin with weights of their own
+    "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "step:<fit>:<global step>", "save:<global step>", "final", "after:<fit>"
     "holds": [],
 }
 
 
 class Model(LightningModule):
-    def __init__(self, number: int, files: Log) -> None:
+    def __init__(self, number: int, files: Log, stops: bool) -> None:
         super().__init__()
-        self.number, self.files = number, files
+        self.number, self.files, self.stops = number, files, stops
         self.net = nn.Linear(8, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.files.at(f"step:{self.number}:{self.global_step}")
         fold = {int(x) for x in batch[0][:, 0]}
-        self.files.append("trained", fit=self.number, folds=sorted(fold), step=self.global_step)
+        weights, step = digest(self.net.state_dict()), self.global_step
+        self.files.append(
+            "trained", fit=self.number, folds=sorted(fold), step=step, weights=weights
+        )
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_start(self) -> None:
+        self.files.append("starts", weights=digest(self.net.state_dict()))
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.should_stop |= self.stops
+
+    def on_train_end(self) -> None:
+        self.files.append("ends", leader=self.trainer.is_global_zero)
+        self.files.at(f"end:{self.number}")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
@@ -82,8 +98,9 @@ def main(options: dict[str, Any]) -> None:
         files.begin_life()
         files.ready()
     for number in range(1, options["fits"] + 1):
-        seed_everything(number, verbose=False)
-        model = Model(number, files)
+        mine = int(os.environ.get("REPLICA_GROUP_ID", "0")) if options["unlike"] else 0
+        seed_everything(number + 100 * mine, verbose=False)
+        model = Model(number, files, options["stops"])
         periodic = "sync_every" in options["strategy"]
         make = ft_lightning.FTDiLoCoStrategy if periodic else ft_lightning.FTDDPStrategy
         trainer = Trainer(
@@ -94,6 +111,7 @@ def main(options: dict[str, Any]) -> None:
             plugins=[HoldingIO(files)],
             callbacks=[StochasticWeightAveraging(0.01, 1)] if options["averages"] else [],
             default_root_dir=options["log"],
+            enable_checkpointing=options["checkpoints"],
         )
         trainer.fit(model, data(number), data(-number), ckpt_path=options["ckpt_path"])
         files.append(
@@ -102,7 +120,7 @@ def main(options: dict[str, Any]) -> None:
             step=trainer.global_step,
             digest=digest(model.state_dict()),
             val_loss=float(trainer.callback_metrics["val_loss"]),
-            best=trainer.checkpoint_callback.best_model_path,
+            best=getattr(trainer.checkpoint_callback, "best_model_path", ""),
         )
         if options["saves"]:
             trainer.save_checkpoint(f"{options['log']}/final.ckpt")

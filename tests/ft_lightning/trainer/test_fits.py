@@ -35,7 +35,7 @@ def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
         run.wait(second, code=-signal.SIGKILL)
         back = run.start(1)
         run.wait(back, code=OVER_EXIT_CODE)
-        assert "is at training 1 of its script, and its peers are in training 2" in run.output()
+        assert "is at training 1 of its script, which is over for its peers" in run.output()
         trained = run.lines(1, "trained")
         run.go("step:2:2")
         run.wait(first)
@@ -45,6 +45,19 @@ def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
     assert run.lines(0, "fits")[0]["digest"] == run.lines(1, "fits")[0]["digest"]
     for line in run.lines(0, "trained") + trained:
         assert line["folds"] == [line["fit"]]
+
+
+def test_groups_that_begin_with_weights_of_their_own_run_the_first_forward_with_the_first_ones(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """As under `ddp`, which broadcasts them when it wraps the model; here they differ until the first batch."""
+    with running(tmp_path, lighthouse, worker=WORKER, fits=1, unlike=True) as run:
+        run.wait(run.start(0), run.start(1))
+    mine, theirs = (run.lines(name, "starts")[0]["weights"] for name in (0, 1))
+    assert mine != theirs
+    used = [[line["weights"] for line in run.lines(name, "trained")] for name in (0, 1)]
+    assert used[0][0] == mine
+    assert used[0] == used[1]
 
 
 @pytest.mark.parametrize("place", ["step:2:2", "after:1"])
@@ -77,6 +90,92 @@ def test_a_fit_that_is_over_is_passed_over_with_its_results(
     ]
     assert ended[1] == [ended[0][0], *ended[0]]
     assert {line["fit"] for line in run.lines(1, "trained") if line["pid"] == back.pid} == {2}
+
+
+def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(tmp_path: Path) -> None:
+    """Group 1 dies between two fits. Its next life has the results of the first one while the other
+    is still between them, and trains the second one with it."""
+    options: dict[str, Any] = {"devices": 2, "checkpoints": False}
+    with running(tmp_path, worker=WORKER, holds=["after:1"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "after:1")
+        os.kill(run.lines(1, "fits")[0]["pid"], signal.SIGKILL)
+        run.until(lambda: len(run.lines(1, "fits")) == 2, "the first fit to be passed over")
+        run.go("after:1")
+        run.wait(supervisor)
+    mine, theirs = (
+        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
+        for name in (0, 1)
+    )
+    assert theirs == [mine[0], *mine]
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_the_leader_dies_before_it_has_recorded_the_end_of_a_fit(tmp_path: Path) -> None:
+    """A fit that stopped early: no counter says that it is over. The other, which is at its end, too, records
+    it; and both train the next one."""
+    options: dict[str, Any] = {"devices": 2, "stops": True}
+    with running(tmp_path, worker=WORKER, holds=["end:1", "after:1"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "end:1")
+        leader = 0 if run.lines(0, "ends")[0]["leader"] else 1
+        os.kill(run.lines(leader, "ends")[0]["pid"], signal.SIGKILL)
+        run.go("end:1")
+        run.until_held(1 - leader, "after:1")
+        run.until(lambda: len(run.lines(leader, "fits")) == 1, "the fit to be passed over")
+        run.go("after:1")
+        run.wait(supervisor)
+    mine, theirs = (
+        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
+        for name in (1 - leader, leader)
+    )
+    assert [line["step"] for line in mine] == [4, 4]
+    assert theirs == mine
+
+
+def test_one_that_can_not_pass_over_a_fit_ends_while_its_peers_are_between_two(
+    tmp_path: Path,
+) -> None:
+    """They are in no training that the lighthouse knows, and it waits for none of them."""
+    options: dict[str, Any] = {"devices": 2, "strategy": {"timeout_s": 20, "resume": False}}
+    with running(tmp_path, worker=WORKER, holds=["after:1"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "after:1")
+        os.kill(run.lines(1, "fits")[0]["pid"], signal.SIGKILL)
+        run.until(lambda: "which is over for its peers" in run.output(), "group 1 to end")
+        run.go("after:1")
+        run.wait(supervisor)
+        told = [line for line in run.output().splitlines() if "replica group 1" in line]
+    assert len(told) == 2 and "was killed by SIGKILL" in told[0], told
+    assert told[1].startswith("ft_lightning: replica group 1: this process is at training 1 of its")
+    assert [line["fit"] for line in run.lines(0, "fits")] == [1, 2]
+    assert [line["fit"] for line in run.lines(1, "fits")] == [1]
+
+
+@pytest.mark.parametrize("place", ["step:1:7", "save:8"])
+def test_one_that_comes_back_just_when_a_fit_ends_passes_over_it(
+    tmp_path: Path, place: str
+) -> None:
+    """Group 1 dies, and asks for a quorum again when the other is at its last step, or behind it."""
+    with running(tmp_path, worker=WORKER, holds=[place], devices=2) as run:
+        supervisor = run.start()
+        run.until(lambda: any(run._is_held(name, place) for name in (0, 1)), "the end of the fit")
+        holds = 0 if run._is_held(0, place) else 1
+        killed = 1 - holds
+        asked = run.events(killed, *ASKS)
+        os.kill(run.lines(killed, "trained")[0]["pid"], signal.SIGKILL)
+        run.until(lambda: run.events(killed, *ASKS) > asked, "the next life to ask for a quorum")
+        run.go(place)
+        run.wait(supervisor)
+    mine, theirs = (
+        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
+        for name in (holds, killed)
+    )
+    assert [line["fit"] for line in mine] == [1, 2]
+    assert theirs == mine
 
 
 def test_it_comes_back_by_its_checkpoint_where_a_callback_has_replaced_the_scheduler(

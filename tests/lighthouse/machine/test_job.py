@@ -333,6 +333,35 @@ def test_one_who_comes_back_waits_and_is_sent_away() -> None:
     assert job.empty
 
 
+def test_one_that_waited_already_when_the_others_finished_is_sent_away_at_once() -> None:
+    job, names = full_job(3)
+    vote_all(job, names, 1, 0, "root")
+    first, *rest = names
+    job.handle(first.encode(), Leave(KEY, first, ""), 2.0)
+    job.handle(b"again", join("again", expected_replicas=3), 2.0)
+    effects: list[Effect] = []
+    for name in rest:
+        assert not told(effects, Refused)
+        effects = job.handle(name.encode(), Leave(KEY, name, FINISHED), 2.0)
+        if name == rest[0]:  # it gives up its quorum, or has lost its connection
+            job.handle(b"again", join("again", expected_replicas=3), 2.0)
+    (refused,) = told([*effects, *job.expire(2.0)], Refused)
+    assert "does not start it over" in refused.reason
+    assert job.empty
+
+
+def test_one_that_comes_when_some_have_finished_is_waited_for() -> None:
+    """It may have finished itself, and be in the next training already."""
+    job, names = full_job(3)
+    vote_all(job, names, 1, 0, "root")
+    job.handle(names[0].encode(), Leave(KEY, names[0], FINISHED), 2.0)
+    job.handle(b"next", join("next", expected_replicas=3), 2.0)
+    for name in names[1:]:
+        effects = job.handle(name.encode(), Leave(KEY, name, FINISHED), 2.0)
+        assert not told([*effects, *job.expire(2.0)], Refused)
+    assert not job.empty
+
+
 def test_all_members_that_come_start_anew() -> None:
     job = finished_job(FINISHED, FINISHED, FINISHED)
     effects: list[Effect] = []
