@@ -146,8 +146,19 @@ def _save_config(trainer: Any, callback: Any) -> None:
 
 # ---------------------------------------------------------------------- checkpoints
 
+
+def _size_of(module: Any) -> int:
+    """Bytes of its tensors; what else a module puts into its state is small."""
+    return sum(getattr(each, "nbytes", 0) for each in module.state_dict().values())
+
+
+def _kept_in(folder: str) -> int:
+    """Bytes of the files in a folder."""
+    return sum(each.stat().st_size for each in os.scandir(folder))
+
+
 END_BYTES = 256 * 2**20
-"""Of a model, up to which the end of a fit is kept where no callback has saved it."""
+"""Of models and what is kept already, up to which the end of a fit is kept where no callback has saved it."""
 KEY = "ft_lightning"
 """Where a checkpoint holds `Manager.state_dict()`."""
 
@@ -330,13 +341,13 @@ class CheckpointMixin(_Base):
         resumption, module, folder = self._resumption, self.lightning_module, ends_folder()
         if resumption is None or module is None:
             return
-        small = sum(each.nbytes for each in module.state_dict().values()) <= END_BYTES
-        if folder and small and self._ranks_hold == "copies" and not resumption.end_is_saved:
-            trainer = module.trainer
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        missing = folder and self._ranks_hold == "copies" and not resumption.end_is_saved
+        if missing and _size_of(module) + _kept_in(folder) <= END_BYTES:
+            connector = module.trainer._checkpoint_connector
             io = self._from("plugins.io").TorchCheckpointIO()
             path = os.path.join(folder, f"{resumption.number}.ckpt")
             try:
+                checkpoint = connector.dump_checkpoint(weights_only=False)
                 io.save_checkpoint({**checkpoint, **self._place()}, path)
                 resumption.saved(path)
             except Exception as error:  # of what the script has put into the checkpoint, too

@@ -71,7 +71,7 @@ def test_at_the_end_it_waits_for_the_main_process(
     if dies:
         board.died(0)
     else:
-        main.over(True)
+        main.training(1, over=True)
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
     assert written == (["last"] if dies else [])
