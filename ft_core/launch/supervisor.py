@@ -70,6 +70,7 @@ class Child:
         kill_at: when it is killed, having printed its stacks.
         exit_code: of the last process that ended, as Popen's: negative for a signal.
         given_up: it will not run again, and that was told.
+        late: it was killed, since the training was over before it had joined.
         history: how its processes ended that failed.
     """
 
@@ -83,6 +84,7 @@ class Child:
     kill_at: float | None = None
     exit_code: int | None = None
     given_up: bool = False
+    late: bool = False
     history: History = ()
 
     def __post_init__(self) -> None:
@@ -152,7 +154,7 @@ class Roster:
             how += f" where the script itself may have been writing ({child.seen.writes})"
         if self.fault is not None:
             return how
-        if exit_code == OVER_EXIT_CODE:
+        if child.late or exit_code == OVER_EXIT_CODE:
             return f"replica group {child.number} came too late: the training is over"
         self.commits += child.seen.commits
         trained_s = 0.0 if child.joined_at is None else now - child.joined_at
@@ -206,13 +208,18 @@ class Roster:
         return self.commits + sum(c.seen.commits for c in self.children if c.running)
 
     def too_late(self) -> list[Child]:
-        """Children that run in vain: others have trained to the end before these joined, so that
-        these would start from scratch, alone. Not those that have found their training over."""
+        """Children that run in vain; each once: others have trained to the end before these joined, so
+        that these would start from scratch, alone. Not those that have found their training over."""
         if not any(c.exit_code == 0 and not c.running and c.seen.joined for c in self.children):
             return []
         for child in self.children:
             child.restart_at = None
-        return [c for c in self.children if c.running and not (c.seen.joined or c.seen.over)]
+        late = [
+            c for c in self.children if c.running and not (c.late or c.seen.joined or c.seen.over)
+        ]
+        for child in late:
+            child.late = True
+        return late
 
     def due(self, now: float) -> list[Child]:
         """Children to restart now; marks them as restarted."""
@@ -498,7 +505,6 @@ class _Run:
             _kill_all(roster)
             return
         for late in roster.too_late():
-            self.say(f"replica group {late.number} comes too late: the training is over")
             _kill(late)
         if roster.stuck():
             self.say(

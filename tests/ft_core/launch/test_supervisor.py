@@ -146,6 +146,20 @@ def test_one_that_comes_after_the_end_is_no_failure() -> None:
     assert rules.exit_code() == 0
 
 
+def test_each_that_runs_in_vain_is_killed_once_which_is_told_as_no_death_of_its_own() -> None:
+    rules = policy(3)
+    finished, *late = rules.children
+    finished.seen.joined = True
+    rules.ended(finished, 0, 1.0)
+    assert rules.too_late() == late
+    for child in late:
+        said = rules.ended(child, -9, 2.0)
+        assert said == f"replica group {child.number} came too late: the training is over"
+        assert rules.too_late() == []
+    assert rules.over()
+    assert rules.exit_code() == 0
+
+
 @pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("taken_over", [False, True])
 def test_the_job_fails_if_what_its_leader_had_to_write_is_not_written(
