@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "epochs": 2,
     "told": False,  # epochs and batches from `ft_accelerate.epochs`
     "samples": 152,
+    "evaluated": 50,  # of these samples
     "batch_size": 4,
     "accumulate": 1,
     "clip": 0.5,
@@ -45,6 +46,7 @@ OPTIONS: dict[str, Any] = {
     "flips": {},  # {"<step>": index}: a bit of its parameters flips after that step, once
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
+    "data": {},  # more of Accelerate's DataLoaderConfiguration
     "seedable": False,
     # of a sampler that is no `RandomSampler`: "torch" has none, and draws from torch's; "own"
     "generator": "",
@@ -112,7 +114,8 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
     images[:, 0] = torch.arange(options["samples"]) / 64  # every sample can be told by its number
     labels = torch.randint(0, 3, (options["samples"],), generator=generator)
     train = TensorDataset(images, labels)
-    test = TensorDataset(images[:50], labels[:50])
+    few = options["evaluated"]
+    test = TensorDataset(images[:few], labels[:few])
     order: Any = RandomSampler(train)
     if options["generator"]:
         own = torch.Generator().manual_seed(5) if options["generator"] == "own" else None
@@ -222,7 +225,9 @@ def run(options: dict[str, Any]) -> None:
         gradient_accumulation_steps=options["accumulate"],
         mixed_precision=options["precision"],
         cpu=True,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=options["seedable"]),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=options["seedable"], **options["data"]
+        ),
     )
     set_seed(options["seed"])
     log = LoopLog(options, accelerator)
