@@ -52,6 +52,7 @@ OPTIONS: dict[str, Any] = {
     "generator": "",
     "prepare_data": True,
     "losses": [],  # of the evaluations: the best is saved, and after two worse ones the loop ends
+    "in_variables": False,  # these are kept in the script's own variables, and the loop never ends early
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
     "local_steps": 5,
     "diloco": {"fragments": 2, "codec": "int8"},
@@ -250,7 +251,10 @@ def run(options: dict[str, Any]) -> None:
     )
     average = Average()
     best = Best()
-    accelerator.register_for_checkpointing(average, best)
+    accelerator.register_for_checkpointing(average)
+    if not options["in_variables"]:
+        accelerator.register_for_checkpointing(best)
+    results: list[float] = []
     local = local_training(options, accelerator, model)
     global_step = 0
     accuracy = 0.0
@@ -316,9 +320,10 @@ def run(options: dict[str, Any]) -> None:
         accuracy = evaluate(accelerator, model, test, log, epoch)
         if options["losses"]:
             loss = options["losses"][epoch] if log.live else 1e6  # of an output from memory
+            results.append(loss)
             if best.improves(loss):
                 accelerator.save({"loss": loss, "epoch": epoch}, f"{options['log']}/best.pt")
-            if best.worse == 2:
+            if best.worse == 2 and not options["in_variables"]:
                 break
     accelerator.wait_for_everyone()
     log.end(
@@ -329,6 +334,8 @@ def run(options: dict[str, Any]) -> None:
         lr=scheduler.get_last_lr()[0],
         accuracy=accuracy,
         count=average.count,
+        results=results,
+        best=best.loss,
         values=[float(v) for p in model.parameters() for v in p.detach().flatten()],
         processes=accelerator.num_processes,
         index=accelerator.process_index,
