@@ -79,7 +79,7 @@ RESULTS = frozenset(
     ("on_log", "on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_push_begin")
 )
 """Events about results: a process that fast-forwards has none."""
-KNOWN = "transformers 4.57 to 5.23"
+KNOWN = "transformers 4.57 to 5.24"
 
 
 def watch() -> None:
