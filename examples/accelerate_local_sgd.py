@@ -1,12 +1,16 @@
 """accelerate launch --num_processes 3 --use_fault_tolerance examples/accelerate_local_sgd.py
 
-Digits with LocalSGD: three replica groups train on their own and average every eight steps. Kill
-any process: the others average without it, and it comes back after the next outer step. With
-`ft_accelerate.DiLoCo` in its place (made once, before the epochs) an outer optimizer takes a step
-each time.
+Digits with LocalSGD: three replica groups train on their own and average every eight steps. Kill any
+process: the others average without it, it comes back after the next outer step, and all end with the
+same weights. With `ft_accelerate.DiLoCo` in its place (made once, before the epochs) an outer optimizer
+takes a step each time.
 """
 
 from __future__ import annotations
+
+import argparse
+import hashlib
+import os
 
 import torch
 from accelerate import Accelerator
@@ -17,10 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ft_accelerate import LocalSGD
 
-EPOCHS = 20
+parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[1])
+parser.add_argument("--epochs", type=int, default=200, help="one takes a fraction of a second")
+epochs = parser.parse_args().epochs
 
 accelerator = Accelerator()
 set_seed(42)
+print(f"process {accelerator.process_index} has pid {os.getpid()}", flush=True)
 
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -32,7 +39,7 @@ model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
 
-for epoch in range(EPOCHS):
+for epoch in range(epochs):
     model.train()
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, enabled=True) as local:
         for x, y in train:
@@ -52,4 +59,8 @@ for epoch in range(EPOCHS):
         total += len(y)
     accelerator.print(f"epoch {epoch}: {right / total:.1%} of {total} digits are right")
 
+weights = hashlib.sha256()
+for value in accelerator.unwrap_model(model).state_dict().values():
+    weights.update(value.cpu().numpy().tobytes())
+print(f"process {accelerator.process_index}: weights {weights.hexdigest()[:16]}", flush=True)
 accelerator.end_training()

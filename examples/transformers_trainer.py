@@ -7,6 +7,7 @@ trains (`kill -9`): the others continue, it is restarted and heals, and all end 
 """
 
 import argparse
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,9 @@ def main() -> None:
         bos_token_id=0,
         eos_token_id=0,
     )
+    model = GPT2LMHeadModel(config)
     trainer = Trainer(
-        model=GPT2LMHeadModel(config),
+        model=model,
         args=TrainingArguments(
             output_dir=options.output_dir,
             num_train_epochs=options.epochs,
@@ -68,9 +70,17 @@ def main() -> None:
         train_dataset=Sources(["argparse", "ast", "inspect"], 1024),
         eval_dataset=Sources(["bisect", "calendar"], 64),
     )
+    print(f"process {trainer.args.process_index} has pid {os.getpid()}", flush=True)
     trainer.train()
     trainer.save_model(options.output_dir)
-    print(f"process {trainer.args.process_index}: {trainer.state.global_step} steps")
+    weights = hashlib.sha256()
+    for value in model.state_dict().values():
+        weights.update(value.cpu().numpy().tobytes())
+    print(
+        f"process {trainer.args.process_index}: {trainer.state.global_step} steps, "
+        f"weights {weights.hexdigest()[:16]}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from ft_accelerate.options import (
     as_one_process,
     is_enabled,
     refuse_excluded,
+    refuse_notebooks,
 )
 from ft_accelerate.runtime import (
     accelerate_trackers,
@@ -159,11 +160,7 @@ def _main_process_first(runtime: Runtime, original: Any, self: Any) -> Any:
 def _launch_from_notebook(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(function, *args, **kwargs).arguments
     if is_enabled() and given.get("num_processes") != 1:
-        raise ValueError(
-            f"{original.__name__} ends all of its processes when one of them dies, so fault "
-            "tolerance has nothing to protect: write the code to a script for `accelerate launch`, "
-            "or switch fault tolerance off (ACCELERATE_USE_FAULT_TOLERANCE=false)"
-        )
+        refuse_notebooks(original.__name__)
     return original(function, *args, **kwargs)
 
 

@@ -394,6 +394,18 @@ def switched_off(env: Mapping[str, str] | None = None) -> bool:
     return bool(env.get(ENV_USE)) and not is_enabled(env)
 
 
+def refuse_notebooks(launcher: str = "") -> None:
+    """Raise ValueError in a launcher of that name; "": in a process that `debug_launcher` has forked, and
+    whose world is torch's already. Those of `notebook_launcher` are like torchrun's."""
+    if launcher or truth(os.environ.get("FORK_LAUNCHED", ""), "environment variable FORK_LAUNCHED"):
+        raise ValueError(
+            f"{launcher or 'debug_launcher'} ends all of its processes when one of them dies, so fault "
+            "tolerance has nothing to protect: write the code to a script for `accelerate launch`, "
+            "or switch fault tolerance off (ACCELERATE_USE_FAULT_TOLERANCE=false, or leave out "
+            "FaultToleranceKwargs)"
+        )
+
+
 def switch_on() -> None:
     """Turn the switch of this process and its children on."""
     os.environ[ENV_USE] = "true"

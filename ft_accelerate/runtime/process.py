@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ft_accelerate.options import FaultTolerancePlugin, is_enabled, switch_on, uses
+from ft_accelerate.options import (
+    FaultTolerancePlugin,
+    is_enabled,
+    refuse_notebooks,
+    switch_on,
+    uses,
+)
 from ft_accelerate.runtime.runtime import Runtime
 from ft_core.environment import ReplicaEnv, Supervision
 from ft_core.launch.ending import end_with_a_line
@@ -89,6 +95,7 @@ def activate_with(plugin: FaultTolerancePlugin, *, state_exists: bool) -> Runtim
             "PartialState was used before Accelerator(kwargs_handlers=[FaultToleranceKwargs()]): "
             "create the Accelerator first, or switch fault tolerance on in the configuration"
         )
+    refuse_notebooks()
     switch_on()
     _runtime = _make(plugin)
     return _runtime

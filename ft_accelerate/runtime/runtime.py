@@ -575,6 +575,9 @@ class Runtime:
         manager.compare_states(not self.serve_copies)
         manager.state.whole, manager.state.takes_kept = self._can_be_kept, self._takes_kept
         self.manager = manager
+        # The exit hooks of last come first: this process leaves before its process group is shut down.
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
 
     def _take_start(self, state: dict[str, Any]) -> None:
         """Begin with the state of this group's rank 0, as with DistributedDataParallel. A pass over data

@@ -14,20 +14,26 @@ import pytest
 
 from tests.ft_accelerate.installed import installed
 from tests.harness import workers
+from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.process
 
 
-def run(path: str, folder: Path, *more: str, framework: str) -> str:
-    """What the command in the first lines of `path` prints, with `more` arguments. It runs as a fork
-    of a process that has imported `framework`."""
+def command(path: str, *more: str, flags: tuple[str, ...] = ()) -> list[str]:
+    """Python's arguments for the command in the first lines of `path`, with `more` arguments, and `flags`
+    for `accelerate launch`."""
     found = re.search(r"(python|accelerate launch) (.*examples/\S+)", (ROOT / path).read_text())
     assert found is not None, f"{path} does not say how to run it"
     words = [*found[2].split(), *more]
-    if found[1] != "python":
-        words = ["-m", "accelerate.commands.accelerate_cli", "launch", *words]
-    done = workers.run(framework, words, env=installed(folder))
+    if found[1] == "python":
+        return words
+    return ["-m", "accelerate.commands.accelerate_cli", "launch", *flags, *words]
+
+
+def run(path: str, folder: Path, *more: str, framework: str) -> str:
+    """What that command prints. It runs as a fork of a process that has imported `framework`."""
+    done = workers.run(framework, command(path, *more), env=installed(folder))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -61,7 +67,7 @@ def test_streaming_diloco_with_lightning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["accelerate_loop", "accelerate_local_sgd"])
 def test_accelerate_loops(name: str, tmp_path: Path) -> None:
-    said = run(f"examples/{name}.py", tmp_path, framework="accelerate")
+    said = run(f"examples/{name}.py", tmp_path, "--epochs", "20", framework="accelerate")
     last = re.findall(r"epoch (\d+): (\S+)% of (\d+) digits are right", said)[-1]
     assert float(last[1]) > 85
     assert last[2] == "297"  # each of the test's digits counts once
@@ -81,6 +87,58 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert set(steps) == {"0", "1"}
     assert steps["0"] == steps["1"]
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "processes", "evaluated"),
+    [
+        ("accelerate_loop", 40, 3, r"epoch \d+: \S+ of 297"),
+        ("accelerate_local_sgd", 40, 3, r"epoch \d+: \S+ of 297"),
+        ("transformers_trainer", 4, 2, "'eval_loss'"),
+    ],
+)
+def test_the_main_process_is_killed_and_then_the_next_one(
+    name: str, epochs: int, processes: int, evaluated: str, tmp_path: Path
+) -> None:
+    """With `min_replicas` at the number of groups none trains to its end without the one that is away."""
+    more = ("--epochs", str(epochs))
+    if name == "transformers_trainer":
+        more += ("--output_dir", str(tmp_path / "out"))
+    words = command(
+        f"examples/{name}.py", *more, flags=("--fault_tolerance_min_replicas", str(processes))
+    )
+    framework = "transformers" if name == "transformers_trainer" else "accelerate"
+    launcher = workers.start(
+        framework,
+        words,
+        env=installed(tmp_path / "site"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    said: list[str] = []
+    try:
+        for main in ("0", "1"):
+            until(launcher, evaluated, said)
+            pids = dict(re.findall(r"process (\d) has pid (\d+)", "".join(said)))
+            os.kill(int(pids[main]), signal.SIGKILL)
+            until(launcher, f"replica group {main} was killed by SIGKILL", said)
+            until(launcher, f"replica group {main} is back at", said)
+        until(launcher, "", said)
+        assert launcher.wait(PATIENCE_S) == 0, said
+    finally:
+        launcher.end()
+    weights = dict(re.findall(r"process (\d): .*weights (\w{16})", "".join(said)))
+    assert len(weights) == processes and len(set(weights.values())) == 1, said
+
+
+def until(process: workers.Worker, pattern: str, said: list[str]) -> None:
+    """Read what the process prints, to `said`, up to a line with `pattern`; "": to its end."""
+    assert process.stdout is not None
+    for raw in process.stdout:
+        said.append(raw.decode())
+        if pattern and re.search(pattern, said[-1]):
+            return
+    assert not pattern, f"no {pattern!r} in {said}"
 
 
 def test_the_demonstration_takes_its_processes_with_it_when_it_is_told_to_end(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ft_core.environment import Supervision
 from tests.harness.script import digest
 from tests.harness.stock import leave_stock
 
@@ -147,9 +148,8 @@ def make_what_the_hub_has() -> None:
 
 def kill_where_told() -> None:
     group, _, step = os.environ.get("HF_KILL", "").partition(":")
-    prefix = "ACCELERATE_FAULT_TOLERANCE_"
-    mine = os.environ.get(f"{prefix}REPLICA_GROUP_ID"), os.environ.get(f"{prefix}RESTARTS", "0")
-    if not step or mine != (group, "0"):
+    mine = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID")
+    if not step or mine != group or Supervision.read().restarts:
         return
     left = [int(step)]
 

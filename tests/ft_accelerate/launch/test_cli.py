@@ -132,6 +132,36 @@ def test_a_lighthouse_that_is_gone_ends_a_script_in_a_sentence(tmp_path: Path) -
 
 
 @pytest.mark.process
+def test_a_script_without_end_training_leaves_before_its_process_group_is_shut_down(
+    tmp_path: Path,
+) -> None:
+    """Peers that left first made a quorum for which there was no process group: a warning, at the end of
+    a good run."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from accelerate import Accelerator\n"
+        "from ft_accelerate.runtime.process import current\n"
+        "from ft_core.process_group.reconfigurable import ReconfigurableProcessGroup as Group\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "model, loader = accelerator.prepare(\n"
+        "    torch.nn.Linear(4, 1), torch.utils.data.DataLoader(torch.randn(8, 4)))\n"
+        "for batch in loader:\n"
+        "    accelerator.backward(model(batch).sum())\n"
+        "shutdown, runtime, ours = Group.shutdown, current(), current().manager._pg\n"
+        "def shut_down(group):\n"
+        "    if group is ours:\n"
+        "        print('left' if runtime.manager is None else 'a member')\n"
+        "    shutdown(group)\n"
+        "Group.shutdown = shut_down\n"
+    )
+    command = [*FT[1:], "launch", "--cpu", "--num_processes", "1", str(script)]
+    done = workers.run("accelerate", command, env=installed(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"left"}, done.stderr
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "cold"), [("test_script", False), ("test_sync", True), ("test_ops", False)]
 )

@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "epochs": 2,
     "told": False,  # epochs and batches from `ft_accelerate.epochs`
     "samples": 152,
+    "evaluated": 50,  # of these samples
     "batch_size": 4,
     "accumulate": 1,
     "clip": 0.5,
@@ -45,11 +46,13 @@ OPTIONS: dict[str, Any] = {
     "flips": {},  # {"<step>": index}: a bit of its parameters flips after that step, once
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
+    "data": {},  # more of Accelerate's DataLoaderConfiguration
     "seedable": False,
     # of a sampler that is no `RandomSampler`: "torch" has none, and draws from torch's; "own"
     "generator": "",
     "prepare_data": True,
     "losses": [],  # of the evaluations: the best is saved, and after two worse ones the loop ends
+    "in_variables": False,  # these are kept in the script's own variables, and the loop never ends early
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
     "local_steps": 5,
     "diloco": {"fragments": 2, "codec": "int8"},
@@ -112,7 +115,8 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
     images[:, 0] = torch.arange(options["samples"]) / 64  # every sample can be told by its number
     labels = torch.randint(0, 3, (options["samples"],), generator=generator)
     train = TensorDataset(images, labels)
-    test = TensorDataset(images[:50], labels[:50])
+    few = options["evaluated"]
+    test = TensorDataset(images[:few], labels[:few])
     order: Any = RandomSampler(train)
     if options["generator"]:
         own = torch.Generator().manual_seed(5) if options["generator"] == "own" else None
@@ -222,7 +226,9 @@ def run(options: dict[str, Any]) -> None:
         gradient_accumulation_steps=options["accumulate"],
         mixed_precision=options["precision"],
         cpu=True,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=options["seedable"]),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=options["seedable"], **options["data"]
+        ),
     )
     set_seed(options["seed"])
     log = LoopLog(options, accelerator)
@@ -245,7 +251,10 @@ def run(options: dict[str, Any]) -> None:
     )
     average = Average()
     best = Best()
-    accelerator.register_for_checkpointing(average, best)
+    accelerator.register_for_checkpointing(average)
+    if not options["in_variables"]:
+        accelerator.register_for_checkpointing(best)
+    results: list[float] = []
     local = local_training(options, accelerator, model)
     global_step = 0
     accuracy = 0.0
@@ -311,9 +320,10 @@ def run(options: dict[str, Any]) -> None:
         accuracy = evaluate(accelerator, model, test, log, epoch)
         if options["losses"]:
             loss = options["losses"][epoch] if log.live else 1e6  # of an output from memory
+            results.append(loss)
             if best.improves(loss):
                 accelerator.save({"loss": loss, "epoch": epoch}, f"{options['log']}/best.pt")
-            if best.worse == 2:
+            if best.worse == 2 and not options["in_variables"]:
                 break
     accelerator.wait_for_everyone()
     log.end(
@@ -324,6 +334,8 @@ def run(options: dict[str, Any]) -> None:
         lr=scheduler.get_last_lr()[0],
         accuracy=accuracy,
         count=average.count,
+        results=results,
+        best=best.loss,
         values=[float(v) for p in model.parameters() for v in p.detach().flatten()],
         processes=accelerator.num_processes,
         index=accelerator.process_index,

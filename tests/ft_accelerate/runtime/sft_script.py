@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -32,10 +33,21 @@ def texts() -> list[str]:
     return [line.strip() for line in lines if len(line.strip()) > 20][:160]
 
 
+def adapter() -> Any:
+    """What PEFT trains in place of the model."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    out = Path(parser.parse_args().out)
+    parser.add_argument("--lora", action="store_true")
+    options = parser.parse_args()
+    out = Path(options.out)
     torch.manual_seed(0)
     words = tokenizer()
     config = GPT2Config(
@@ -62,7 +74,7 @@ def main() -> None:
             max_length=48,
             learning_rate=3e-3,
             logging_steps=5,
-            save_strategy="no",
+            save_strategy="epoch" if options.lora else "no",  # of the adapter
             report_to="none",
             disable_tqdm=True,
             use_cpu=True,
@@ -72,6 +84,7 @@ def main() -> None:
         ),
         train_dataset=Dataset.from_dict({"text": texts()}),
         processing_class=words,
+        peft_config=adapter() if options.lora else None,
         callbacks=[Kill(), watch],
     )
     result = trainer.train()

@@ -65,7 +65,7 @@ def test_at_the_end_it_waits_for_the_main_process(
     event(saves, lead, 1, 0, 1)
     main.leads(True)
     saves.save(lambda: None, lambda: written.append("last"))
-    other.over(True)
+    other.training(1, over=True)
     waiting = threading.Thread(target=saves.outlive, args=(other,))
     waiting.start()
     if dies:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.process
 
 SAMPLES, BATCH = 152, 4
 EPOCHS = 5
+LACKS = "this process is the main one now, and came back after its peers had done"
 STEPS = SAMPLES // BATCH // 2  # in an epoch, of one of two replicas: 19, odd and prime on purpose
 
 
@@ -29,7 +30,7 @@ def samples_of(lines: list[Line], epoch: int) -> list[int]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"accumulate": 3, "precision": "bf16"},
+        {"accumulate": 3, "precision": "bf16", "data": {"split_batches": True}},
         {
             "gather_loss": True,
             "norm": False,
@@ -38,9 +39,11 @@ def samples_of(lines: list[Line], epoch: int) -> list[int]:
             "dropout": 0.1,
             "own_dropout": True,
             "generator": "own",
+            "data": {"even_batches": False},
+            "evaluated": 48,
         },
     ],
-    ids=["accumulation-bf16", "gather-seedable"],
+    ids=["accumulation-bf16-split", "gather-seedable"],
 )
 def test_equals_plain_ddp_bit_for_bit_also_with_discards(
     tmp_path: Path, lighthouse: str, options: dict[str, object]
@@ -191,12 +194,39 @@ def test_early_stopping_and_the_best_metric_outlive_the_death_of_each_process(
     assert torch.load(tmp_path / "best.pt") == {"loss": 0.2, "epoch": 5}
 
 
+def test_what_a_script_keeps_in_variables_lacks_its_past_and_each_main_process_says_so_once(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """The best metric and a list of results, over the death of each process in turn, and of the first once
+    more. The best that is saved is the best of those that the main process has seen."""
+    past, losses = 1e6, [0.1, 0.5, 0.6, 0.3, 0.4, 0.2]
+    holds = ["step-25", "step-60", "step-80"]  # in the second, fourth and fifth epoch
+    options = {"losses": losses, "in_variables": True, "epochs": len(losses), "holds": holds}
+    with running(tmp_path, lighthouse, step_delay_s=0.01, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        zero = run.killed_and_back(zero, 0, hold="step-25", of=1)
+        assert LACKS not in run.output()
+        one = run.killed_and_back(one, 1, hold="step-60", of=0)
+        run.until_held(0, "step-80")
+        assert run.output().count(LACKS) == 1
+        saved = torch.load(tmp_path / "best.pt")
+        zero = run.killed_and_back(zero, 0, hold="step-80", of=1)
+        run.wait(zero, one)
+    assert run.output().count(LACKS) == 2
+    assert "after its peers had done 0 events" not in run.output()
+    assert run.end(1)["main"] and saved == {"loss": 0.3, "epoch": 3}, "not the first epoch's"
+    assert run.end(0)["results"] == [past] * 4 + losses[4:]
+    assert run.end(1)["results"] == [past] * 3 + losses[3:]
+    assert run.end(0)["best"] == run.end(1)["best"] == 0.2
+    assert torch.load(tmp_path / "best.pt") == {"loss": 0.2, "epoch": 5}
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+
+
 def test_one_that_has_come_back_is_not_the_main_process_while_another_was_always_there(
     tmp_path: Path,
 ) -> None:
     """A lighthouse that is started again orders processes by their names: the one that has come back is
     the first. It becomes the main one when the other dies, and says what it does not know."""
-    said = "came back after its peers had done"
     options = {"epochs": EPOCHS, "holds": ["step-8", "step-20", "step-30"]}
     first = patient_lighthouse()
     with running(tmp_path, first.address(), **options) as run:
@@ -210,28 +240,29 @@ def test_one_that_has_come_back_is_not_the_main_process_while_another_was_always
             run.until_held(1, "step-30")
             run.until_held(0, "step-30")
             between = [[x["main"] for x in run.lines(i) if x["step"] > 20] for i in (0, 1)]
-            assert said not in run.output()
+            assert LACKS not in run.output()
             one.kill()
             one.wait()
             run.go("step-30")
             run.wait(zero)
     assert between == [[False] * 10, [True] * 10]
     assert run.end(0)["main"]
-    assert run.output().count(said) == 1
+    assert run.output().count(LACKS) == 1
 
 
 def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighthouse: str) -> None:
-    options = {"accumulate": 3, "epochs": 4, "gather_loss": True, "step_delay_s": 0.01}
+    options = {"accumulate": 3, "epochs": 2, "gather_loss": True, "step_delay_s": 0.01}
+    options["data"] = {"split_batches": True}  # so that an epoch has twice as many
     inject = {"4": 0, "16": 1, "18": 0}
     holds = ["step-9"]
     with running(tmp_path, lighthouse, holds=holds, inject=inject, **options) as run:
         zero, one = run.start(0), run.start(1)
         zero = run.killed_and_back(zero, 0, hold="step-9", of=1)
         run.wait(zero, one)
-    windows = -(-STEPS // 3)
+    windows = -(-2 * STEPS // 3)
     assert run.end(0)["digest"] == run.end(1)["digest"]
-    assert run.end(0)["step"] == run.end(1)["step"] == 4 * windows
-    assert run.end(0)["ticks"] == run.end(1)["ticks"] == 4 * windows * 2
+    assert run.end(0)["step"] == run.end(1)["step"] == 2 * windows
+    assert run.end(0)["ticks"] == run.end(1)["ticks"] == 2 * windows
     assert compare(run.lines(0), run.lines(1)) > windows
 
 

@@ -202,10 +202,22 @@ def test_groups_of_another_size_than_was_started_are_refused(
 
 
 @pytest.mark.parametrize("home", [accelerate, accelerate.launchers])
-def test_a_notebook_s_launcher_is_refused(home: Any) -> None:
-    """Where a script imports it from, with the function that it runs."""
-    with pytest.raises(ValueError, match="notebook_launcher ends all of its processes when one"):
-        home.notebook_launcher(print, num_processes=2)
+@pytest.mark.parametrize("name", ["notebook_launcher", "debug_launcher"])
+def test_a_notebook_s_launcher_is_refused(home: Any, name: str) -> None:
+    """Where a script imports it from, with the function that it runs. Without a number, it is two."""
+    for count in ({"num_processes": 2}, {}):
+        with pytest.raises(ValueError, match=f"{name} ends all of its processes when one"):
+            getattr(home, name)(print, **count)
+
+
+def test_options_in_the_code_that_debug_launcher_runs_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launcher can't know of them. Its processes then waited for each other for ever."""
+    monkeypatch.delenv(ENV_USE)
+    monkeypatch.setenv("FORK_LAUNCHED", "1")
+    with pytest.raises(ValueError, match="debug_launcher ends all of its processes when one"):
+        accelerator(kwargs_handlers=[FaultToleranceKwargs()])
 
 
 def test_options_that_come_too_late_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

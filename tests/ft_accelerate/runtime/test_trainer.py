@@ -327,9 +327,14 @@ def test_fsdp_in_replica_groups_of_two_processes(oracle: list[Report], tmp_path:
     assert found[0]["best"] == pytest.approx(oracle[0]["best"], rel=1e-3)
 
 
-def test_sft_trainer_of_trl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_sft_trainer_of_trl(lora: bool, tmp_path: Path) -> None:
+    """`lora`: PEFT's adapter is trained, and its weights alone are in the checkpoints."""
     pytest.importorskip("trl")
-    expected = plain(SFT, tmp_path / "plain")
-    found, _ = protected(SFT, tmp_path / "ft", kills="1:0:on_step_end:9")
+    if lora:
+        pytest.importorskip("peft")
+    more = ["--lora"] * lora
+    expected = plain(SFT, tmp_path / "plain", *more)
+    found, _ = protected(SFT, tmp_path / "ft", *more, kills="1:0:on_step_end:9 0:0:on_step_end:15")
     for report, wanted in zip(found, expected, strict=True):
         same(report, wanted)

@@ -111,8 +111,8 @@ class Watch(TrainerCallback):
         found = list(Path(args.output_dir).glob("checkpoint-*"))
         newest = max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
         optimizer = "optimizer.bin" if args.fsdp else "optimizer.pt"
-        wanted = ("model.safetensors", optimizer, "trainer_state.json")
-        if newest is not None and not all((newest / name).exists() for name in wanted):
+        wanted = ("*model.safetensors", optimizer, "trainer_state.json")  # or that of an adapter
+        if newest is not None and not all(any(newest.glob(name)) for name in wanted):
             self.torn.add(newest.name)
 
     on_step_begin = on_substep_end = on_train_begin = on_train_end = look
