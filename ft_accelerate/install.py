@@ -271,7 +271,7 @@ def _save_state(
     runtime: Runtime, original: Any, self: Any, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if runtime.live:
-        final = named(self, output_dir)
+        final = named(self, output_dir, runtime.saved)
 
         def write(save: Any) -> Any:
             written = save(original, runtime.group_ranks, self, final, *args, **kwargs)

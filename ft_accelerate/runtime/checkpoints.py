@@ -50,13 +50,16 @@ OWN = re.compile(r"random_states_\d+\.pkl$|rng_state_\d+\.pth$")
 """Files that each process writes under a name of its own; of all others the main process's count."""
 
 
-def named(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Path | None:
+def named(
+    accelerator: Any, output_dir: str | os.PathLike[str] | None, saved: SavedPosition
+) -> Path | None:
     """The checkpoint's name, if `save_state(output_dir)` is called now; None: Accelerate says what is wrong.
 
-    Raises ValueError if the next number is taken, as Accelerate does.
+    Raises ValueError if the next number is taken, as Accelerate does; but not by the same checkpoint, where all
+    have died and go on from an older state.
     """
     if accelerator.project_configuration.automatic_checkpoint_naming:
-        return _numbered(accelerator)
+        return _numbered(accelerator, saved)
     return None if output_dir is None else Path(os.path.abspath(str(output_dir)))
 
 
@@ -192,10 +195,10 @@ def _make(draft: Path) -> int:
     return draft.stat().st_mtime_ns
 
 
-def _numbered(accelerator: Any) -> Path:
+def _numbered(accelerator: Any, saved: SavedPosition) -> Path:
     folder = Path(accelerator.project_dir) / "checkpoints"
     final = folder / f"checkpoint_{accelerator.save_iteration}"
-    if final.exists():
+    if final.exists() and not saved.is_here(final):
         raise ValueError(
             f"Checkpoint directory {final} ({accelerator.save_iteration}) already exists. Please "
             "manually override `self.save_iteration` with what iteration to start with."
@@ -282,13 +285,23 @@ class SavedPosition:
     """
 
     def __init__(self, position: ScriptPosition, job_id: str) -> None:
-        self._position = position
+        self._position, self._job_id = position, job_id
         self._newest = machine_file("ft_accelerate", job_id, "saved") if job_id else None
         self._loaded = False
 
     def on_save(self, models: Any, weights: Any, folder: str) -> None:
         """Accelerate's hook: `folder` is written."""
-        (Path(folder) / POSITION_FILE).write_text(json.dumps({"pass": self._position.resumes_at}))
+        (Path(folder) / POSITION_FILE).write_text(json.dumps(self._here()))
+
+    def _here(self) -> dict[str, Any]:
+        return {"pass": self._position.resumes_at, "job": self._job_id}
+
+    def is_here(self, folder: Path) -> bool:
+        """Whether the job has saved `folder` at the place where this script is."""
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads((folder / POSITION_FILE).read_text())
+            return bool(self._job_id) and told == self._here()
+        return False
 
     def on_load(self, models: Any, folder: str) -> None:
         """Accelerate's hook: `folder` is read."""

@@ -30,6 +30,7 @@ def tell(place, model):
 """
 RAW = """
 from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True)
@@ -46,6 +47,11 @@ for epoch in range(1_000_000):
         tell(epoch * 8 + index, model)
     accelerator.wait_for_everyone()
 """
+NUMBERED = RAW.replace(
+    "Accelerator(cpu=True)",
+    """Accelerator(cpu=True, project_config=ProjectConfiguration(
+    str(folder), automatic_checkpoint_naming=True, total_limit=3))""",
+).replace("accelerator.wait_for_everyone()", "accelerator.save_state()")
 TRAINER = """
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -77,14 +83,23 @@ def steps(life: Path) -> dict[int, str]:
     return {int(place): weights for _, place, weights in words}
 
 
+def numbers(folder: Path) -> list[int]:
+    """Of the checkpoints that are there."""
+    names = (folder / "checkpoints").glob("checkpoint_*")
+    return sorted(int(each.name.partition("_")[2]) for each in names) or [-1]
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("script", [RAW, TRAINER], ids=["raw", "trainer"])
+@pytest.mark.parametrize("script", [RAW, NUMBERED, TRAINER], ids=["raw", "numbered", "trainer"])
 def test_all_groups_are_killed_and_go_on(tmp_path: Path, script: str) -> None:
+    """Also where what is kept is older than the newest of the checkpoints that `save_state` has numbered: they
+    are saved again."""
     if script is TRAINER:
         pytest.importorskip("transformers")
     train, output = tmp_path / "train.py", tmp_path / "told.txt"
     train.write_text(HEAD + script)
-    flags = ["--cpu", "--num_processes", "2", "--fault_tolerance_keep_state_s", "0.1"]
+    interval = "3" if script is NUMBERED else "0.1"
+    flags = ["--cpu", "--num_processes", "2", "--fault_tolerance_keep_state_s", interval]
     flags += ["--fault_tolerance_min_replicas", "2"]
     command = [*accelerate("launch")[1:], *flags, str(train), str(tmp_path)]
     env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
@@ -93,13 +108,19 @@ def test_all_groups_are_killed_and_go_on(tmp_path: Path, script: str) -> None:
         launcher = workers.start("accelerate", command, env=env, stderr=told)
     try:
         until(lambda: "is kept by a process of its own" in output.read_text(), "a state is kept")
+        if script is NUMBERED:
+            later = numbers(tmp_path)[-1] + 3
+            until(lambda: numbers(tmp_path)[-1] >= later, "checkpoints after that")
         for life in first:
             os.kill(int(life.read_text().split()[0]), signal.SIGKILL)
         before = [steps(life) for life in first]
         newest = max(max(each) for each in before)
-        until(
-            lambda: all(max(steps(life), default=0) > newest for life in second), "all is made up"
-        )
+
+        def made_up() -> bool:
+            assert launcher.poll() is None, output.read_text()[-2_000:]
+            return all(max(steps(life), default=0) > newest for life in second)
+
+        until(made_up, "all is made up")
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(PATIENCE_S)
     finally:
