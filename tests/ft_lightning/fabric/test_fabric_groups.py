@@ -36,7 +36,6 @@ class Groups:
         self.strategy = "FTDDPStrategy"
         self.results: dict[int, Any] = {}
         self.threads: list[threading.Thread] = []
-        self.latest: dict[int, threading.Thread] = {}  # by group
 
     def start(self, index: int, body: Callable[[Any, int], Any]) -> threading.Thread:
         from lightning.fabric import Fabric
@@ -59,7 +58,6 @@ class Groups:
         thread = threading.Thread(target=run)
         thread.start()
         self.threads.append(thread)
-        self.latest[index] = thread
         return thread
 
     def run(self, body: Callable[[Any, int], Any]) -> list[Any]:
@@ -71,13 +69,8 @@ class Groups:
         self, server: LighthouseServer, name: str, *, or_member: bool = False
     ) -> None:
         """Until the lighthouse has it in its anteroom. `or_member`: it may have been let in already."""
-        job, thread = self.options["job_id"], self.latest[int(name)]
-
-        def joined() -> bool:
-            assert thread.is_alive(), f"group {name} has ended: {self.results[int(name)]!r}"
-            return has_joined(server, job, name, or_member=or_member)
-
-        until(joined, f"{name} to join")
+        job = self.options["job_id"]
+        until(lambda: has_joined(server, job, name, or_member=or_member), f"{name} to join")
 
     def until_gone(self, index: int, server: LighthouseServer) -> None:
         """Until this group has ended, and the quorum is without it."""
