@@ -205,9 +205,8 @@ class Slot:
     def has_passed(self, number: int) -> bool:
         """Whether another process of this supervisor has ended training `number` of the script that both
         run, or is in a later one. Never where other machines train, too: it can't see them."""
-        others = [at for at in range(0, len(self._memory), _SLOT_BYTES) if at != self._at]
-        living = [at for at in others if not self._get(at + _DEAD_AT)]
-        return self.whole and any(self._is_past(at, number) for at in living)
+        others = (at for at in self._living() if at != self._at)
+        return self.whole and any(self._is_past(at, number) for at in others)
 
     def _is_past(self, at: int, training: int) -> bool:
         told = self._get(at + _TRAINING_AT)
@@ -246,14 +245,11 @@ class Slot:
         and this is the first that is left. Never where other machines train, too: it can't see them."""
         if not self.whole:
             return False
-        living = [
-            at for at in range(0, len(self._memory), _SLOT_BYTES) if not self._get(at + _DEAD_AT)
-        ]
+        living = self._living()
         if any(self._get(at + _LEADS_AT) for at in living):
             return False
-        return self._at == min(
-            (at for at in living if self._get(at + _TRAINING_AT) > 0), default=-1
-        )
+        over = (at for at in living if self._get(at + _TRAINING_AT) > 0)
+        return self._at == min(over, default=-1)
 
     def await_leader(self, number: int = 1) -> None:
         """Wait until the process that writes for all has come to the end of training `number`, or is dead.
@@ -262,8 +258,7 @@ class Slot:
             time.sleep(LEADER_LOOK_S)
 
     def _leader_writes(self, number: int) -> bool:
-        slots = range(0, len(self._memory), _SLOT_BYTES)
-        leads = [at for at in slots if self._get(at + _LEADS_AT) and not self._get(at + _DEAD_AT)]
+        leads = [at for at in self._living() if self._get(at + _LEADS_AT)]
         # One that was stopped is still down as the leader beside its successor.
         return self.whole and bool(leads) and not any(self._is_past(at, number) for at in leads)
 
@@ -310,8 +305,12 @@ class Slot:
 
     def others_train(self) -> bool:
         """Whether another process of this supervisor takes part in a quorum, as far as is known."""
-        others = [at for at in range(0, len(self._memory), _SLOT_BYTES) if at != self._at]
-        return any(self._get(at + _JOINED_AT) and not self._get(at + _DEAD_AT) for at in others)
+        return any(self._get(at + _JOINED_AT) for at in self._living() if at != self._at)
+
+    def _living(self) -> list[int]:
+        """Where the slots begin of processes that are not known to be dead."""
+        slots = range(0, len(self._memory), _SLOT_BYTES)
+        return [at for at in slots if not self._get(at + _DEAD_AT)]
 
     def _get(self, at: int) -> int:
         number: int = _FLAG.unpack_from(self._memory, at)[0]
