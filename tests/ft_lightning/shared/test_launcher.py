@@ -281,6 +281,8 @@ class Supervised(Exception):
 def test_the_keeper_and_warm_starts_are_on_where_nothing_else_is_said(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Lightning sets it for good: when it looks for devices, which its first import does, too.
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from lightning.fabric import Fabric
     from lightning.pytorch import Trainer
 
@@ -292,8 +294,6 @@ def test_the_keeper_and_warm_starts_are_on_where_nothing_else_is_said(
         raise Supervised(options)
 
     monkeypatch.setenv("FT_WARM_START", "1")
-    # Lightning sets it when it looks for devices, for good.
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     monkeypatch.setattr(launcher, "supervise", supervise)
     monkeypatch.setattr(launcher, "script_command", lambda processes: ["train.py"])
     lighthouse = "tcp://127.0.0.1:1"  # nobody asks it
