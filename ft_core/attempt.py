@@ -311,6 +311,7 @@ class Attempts:
         if self._state.shares is not None:
             step.bind()  # a commit moves them, by the members of this very quorum
         if not self._state.unchanged():
+            session.control.submit(events.ServedTorn(CHANGED_WHILE_SERVED))
             step.fail(RuntimeError(CHANGED_WHILE_SERVED))
         status, digest = session.control.status, None
         settled = status.attempt is Attempt.BOUND and not status.healing

@@ -39,6 +39,7 @@ from ft_core.heal import (
     pack,
     unpack,
 )
+from ft_core.heal.format import byte_view
 from ft_core.heal.objects import naming_option
 from ft_core.heal.shardings import (
     ShardedModel,
@@ -65,8 +66,8 @@ LARGE_BYTES = 1024 * 1024
 PREALLOCATE_BYTES = 64 * 1024 * 1024
 """A smaller optimizer state is not preallocated: the kernel provides its memory quickly."""
 CHANGED_WHILE_SERVED = (
-    "a tensor of the state was changed before should_commit while a peer healed from it: change "
-    "the state after should_commit only, or return a copy of that tensor from state_dict"
+    "a tensor of the state was changed before should_commit while a peer healed from it, which heals once "
+    "more: from now on peers are given copies"
 )
 CHANGED_WHILE_RECEIVED = (
     "a tensor of the state was changed before should_commit while it was received from a peer: it is "
@@ -76,7 +77,12 @@ CHANGED_WHILE_RECEIVED = (
 KEPT_TRIES = 3
 """The keeper may put a newer version in place of the one that is asked for."""
 
+SAMPLES, SAMPLE_BYTES = 64, 16
+"""Of a tensor, at equal distances: its version does not count what is written through `.data`."""
+
 Versions = list[tuple[Tensor, int]]
+Seen = list[tuple[Tensor, int, Tensor]]
+"""Each large tensor, its version, and a sample of its bytes (`_seen`)."""
 
 Agree = Callable[[Callable[[], str]], str]
 Load = Callable[[Any], None]
@@ -101,7 +107,9 @@ class State:
         self._parts: dict[str, tuple[Load, Save]] = {}
         self._read_in_step: set[str] = set()
         self._preallocated: list[PreallocatedState] = []
-        self._served: Versions = []
+        self._served: Seen = []
+        self._copies = False
+        """Whether peers are given copies, since the loop changes large tensors before its vote."""
         self.whole: Callable[[], bool] = lambda: True
         """Whether what the parts save now, at a step's boundary, is all of the state, and can be loaded
         here: an integration may be elsewhere in its loop. Asked for observers and for what is kept."""
@@ -112,7 +120,7 @@ class State:
         """Of the state with which this process began, if the keeper held it. Read only."""
         self.shows = False
         """Whether a state is served to an observer. Read only."""
-        self._shown: tuple[Versions, Version] | None = None  # no step was committed since
+        self._shown: tuple[Seen, Version] | None = None  # no step was committed since
         self._withheld = ""
         self._in_place = True
         self.is_used = False
@@ -189,11 +197,11 @@ class State:
         try:
             tree = self._all()
             holds = partial(_holds, session, position)
-            session.plane.publish(*position, tree, len(status.targets), holds)
+            session.plane.publish(*position, tree, len(status.targets), holds, copy=self._copies)
         except Exception as error:  # the user's code, or what it has put into the state
             self._withhold(session, position, error)
         else:
-            self._served = _versions(tree)
+            self._served = [] if self._copies else _seen(tree)
         session.control.submit(Published(position))
 
     def _all(self) -> dict[str, Any]:
@@ -213,12 +221,13 @@ class State:
             manifest, tensors = pack(self._all(), allow_objects)
             packed = {"manifest": manifest, "tensors": tensors}
             holds = partial(_holds, session, (status.step, status.lineage))
-            session.plane.publish(status.step, status.lineage, packed, 0, holds)
+            session.plane.publish(status.step, status.lineage, packed, 0, holds, copy=self._copies)
         except Exception as error:  # the user's code, or what it has put into the state
             session.plane.withhold(NEXT.step, NEXT.lineage, repr(error))
         else:
             version = Version(status.step, status.lineage, *status.origin)
-            self.shows, self._shown = True, (_versions(tensors), version)
+            self.shows = True
+            self._shown = [] if self._copies else _seen(tensors), version
 
     def settle(self, session: Session) -> Version | None:
         """A step was committed, and the state is about to change: copy what the observer has not read
@@ -226,10 +235,11 @@ class State:
         shown, self._shown = self._shown, None
         if shown is None:
             return None
-        versions, version = shown
-        if _unchanged(versions):
+        seen, version = shown
+        if _as_seen(seen):
             session.plane.freeze()
             return version
+        self._copies = True  # or an observer of such a loop would never have a state
         self.retire(session)
         return None
 
@@ -299,11 +309,15 @@ class State:
 
     def unchanged(self) -> bool:
         """Before a vote: whether the tensors that a peer may be reading are as they were when the
-        step began."""
+        step began. If they are not, copies are served from the next time on."""
         for optimizer_state in self._preallocated:
             optimizer_state.drop()
         served, self._served = self._served, []
-        return _unchanged(served)
+        unchanged = _as_seen(served)
+        if not unchanged:
+            log.warning(CHANGED_WHILE_SERVED)
+            self._copies = True
+        return unchanged
 
     def offer(self, *, behind: bool) -> None:
         """A step begins whose loop does not wait for its heal. If it is `behind`, what it computes
@@ -395,6 +409,27 @@ def _versions(tree: Any) -> Versions:
         elif within := objects.inside(leaf):
             found += _versions(within)
     return found
+
+
+def _seen(tree: Any) -> Seen:
+    """The large tensors of a tree as they are now."""
+    return [(tensor, version, _sample(tensor).clone()) for tensor, version in _versions(tree)]
+
+
+def _as_seen(seen: Seen) -> bool:
+    return all(
+        tensor._version == version and torch.equal(_sample(tensor), sample)
+        for tensor, version, sample in seen
+    )
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Bytes of a large tensor, as a view. None of one on a device, which this thread would wait for: there it is
+    left to the comparison of states."""
+    if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+        return torch.empty(0)
+    distance = tensor.nbytes // SAMPLES
+    return byte_view(tensor)[: SAMPLES * distance].view(SAMPLES, distance)[:, :SAMPLE_BYTES]
 
 
 def _unchanged(versions: Versions) -> bool:

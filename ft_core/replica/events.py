@@ -47,6 +47,13 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedTorn:
+    """The loop has changed the state before its vote while peers healed from it: tell them to heal again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CastVote:
     """The loop's collectives are over: yes or no. The status has the outcome when it is known.
 
@@ -258,6 +265,7 @@ ReplicaEvent = (
     | Entered
     | Bind
     | Fail
+    | ServedTorn
     | CastVote
     | StopWaiting
     | Unapplied

@@ -110,7 +110,7 @@ class GroupLeader:
         self._newest = NO_QUORUM  # the last quorum that the lighthouse has announced
         self._group_left = 0  # how often
         self._said_no: tuple[int, int] | None = None
-        self._no_sent: tuple[int, int] | None = None  # to the lighthouse
+        self._no_sent: tuple[int, int, bool] | None = None  # to the lighthouse; whether torn
         self._healing = False  # the group is a healing member of its quorum
         self._broken = ""  # why this group is over
         self._leavers: set[int] = set()  # ranks whose vote was their last
@@ -358,8 +358,9 @@ class GroupLeader:
                 return
         if vote.leaving:
             self._last_vote = key
-        if self._no_sent != key or again or vote.leaving:
-            self._no_sent = key
+        vote = replace(vote, torn=any(v.torn for v in self._votes.values()))
+        if self._no_sent != (*key, vote.torn) or again or vote.leaving:
+            self._no_sent = (*key, vote.torn)
             self._effects.append(SendUp(vote))
 
     def _on_reach_report(self, rank: int, report: ReachReport) -> None:

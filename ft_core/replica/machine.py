@@ -27,7 +27,7 @@ them the largest number with each quorum, and an attempt that one rank has spent
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from ft_core.replica import events
 from ft_core.replica.events import DISCARDS_STATE, Abort, Effect, Remark, Transmit, Withdraw
@@ -154,13 +154,22 @@ class Replica:
     def _on_fail(self, event: events.Fail, now: float) -> list[Effect]:
         return self._fail(event.reason, now, stalled=event.stalled)
 
-    def _fail(self, reason: str, now: float, *, stalled: bool = False) -> list[Effect]:
+    def _fail(self, reason: str, now: float, **said: bool) -> list[Effect]:
         if self.attempt not in (Attempt.OPEN, Attempt.BOUND):
             return []
         phase = self._phase()
         self.attempt = Attempt.FAILED
         self.failure = reason
-        return self._vote_no(reason, now, phase=phase, stalled=stalled)
+        return self._vote_no(reason, now, phase=phase, **said)
+
+    def _on_served_torn(self, event: events.ServedTorn, now: float) -> list[Effect]:
+        effects = self._serve_nothing(event.reason) + self._fail(event.reason, now, torn=True)
+        if self._vote is None:  # a newer quorum has failed the attempt
+            return effects + self._vote_no(event.reason, now, phase=self._phase(), torn=True)
+        if not self._vote.torn:  # its no was of something else
+            self._vote = replace(self._vote, torn=True)
+            effects += self._send_vote(now)
+        return effects
 
     def _on_stop_waiting(self, event: events.StopWaiting, now: float) -> list[Effect]:
         self._unattended = self.attempt is Attempt.VOTED
@@ -186,18 +195,13 @@ class Replica:
         view = self.view
         assert view is not None and self.healed
         self.attempt, self._before = Attempt.VOTED, (self.step, self.lineage)
-        self._vote = messages.Vote(
-            self._template.job,
-            self.replica_id,
-            view.quorum_id,
-            view.step,
-            view.lineage,
+        self._vote = self._ballot(
+            view,
             True,
             control=event.control,
             leaving=self.leaving,
             updates=event.updates,
             digest=event.digest,
-            attempt=self._begun,
             admits=event.admits,
         )
         # Per-group commit keeps one vote in flight: the next one waits for its decision.
@@ -672,29 +676,22 @@ class Replica:
             self._unanswered, self._vote = self._vote, None
         return effects
 
-    def _vote_no(
-        self, reason: str, now: float, *, phase: str, stalled: bool = False
-    ) -> list[Effect]:
+    def _vote_no(self, reason: str, now: float, *, phase: str, **said: bool) -> list[Effect]:
         """Tell the others no, once; the quorum is over for this rank."""
         view = self.view
         if self.stage is not Stage.MEMBER or view is None or self._vote is not None:
             return []
-        self._vote = messages.Vote(
-            self._template.job,
-            self.replica_id,
-            view.quorum_id,
-            view.step,
-            self.lineage,
-            False,
-            reason[:500],
-            phase,
-            stalled,
-            self.leaving and self.attempt is Attempt.FAILED,
-            attempt=self._spent,
+        leaving = self.leaving and self.attempt is Attempt.FAILED
+        self._vote = self._ballot(
+            view, False, reason=reason[:500], phase=phase, leaving=leaving, **said
         )
         aborts = [] if self._revoked else [Abort(view.quorum_id, reason)]
         self._revoked = True
         return [*aborts, *self._send_vote(now)]
+
+    def _ballot(self, view: View, ok: bool, **said: Any) -> messages.Vote:
+        job, own_id, asked = self._template.job, self.replica_id, (view.quorum_id, view.step)
+        return messages.Vote(job, own_id, *asked, self.lineage, ok, attempt=self._spent, **said)
 
     def _repeat(self, now: float) -> list[Effect]:
         """Send again what is unanswered; else say where this rank believes it is."""

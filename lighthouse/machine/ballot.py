@@ -264,14 +264,24 @@ ALIKE = Comparison()
 
 
 def compare(
-    votes: Mapping[str, Vote], unproven: Set[str], suspect: Set[str], names: Mapping[str, str]
+    votes: Mapping[str, Vote],
+    unproven: Set[str],
+    suspect: Set[str],
+    torn: Set[str],
+    names: Mapping[str, str],
 ) -> Comparison:
     """Compare what the votes of one step say.
 
     `votes`: those of the living members, by replica_id. `unproven`: members that have healed since
     the last commit. `suspect`: those of them that may have healed from a member that differed.
+    `torn`: those of them that may have read a state while it changed, whatever their digests say.
     `names`: for people, by replica_id. O(members).
     """
+    if not torn.isdisjoint(votes):
+        why = "the state from which it has healed was changed meanwhile"
+        others = {replica_id: vote for replica_id, vote in votes.items() if replica_id not in torn}
+        found = compare(others, unproven, suspect, frozenset(), names)
+        return replace(found, different={**dict.fromkeys(torn & {*votes}, why), **found.different})
     alike = len({(vote.updates, vote.digest) for vote in votes.values()}) < 2
     if alike and suspect.isdisjoint(votes):
         return ALIKE

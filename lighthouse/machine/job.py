@@ -46,7 +46,7 @@ from lighthouse.machine.announce import (
     status_of,
     taken_id,
 )
-from lighthouse.machine.ballot import Ballot, compare
+from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.forming import Forming
 from lighthouse.machine.members import (
     History,
@@ -370,6 +370,7 @@ class JobState:
     def _on_vote(self, peer: Peer, vote: Vote, now: float) -> None:
         live = self._live
         member = self._members.by_id.get(vote.replica_id)
+        self._history.heard(vote)  # also where its step is decided
         if live is None or vote.quorum_id != live.quorum_id or vote.step != live.position.step:
             self._answer_late_vote(peer, vote, member)
             return
@@ -556,8 +557,7 @@ class JobState:
 
         False: no member can tell which state is right; all are refused.
         """
-        votes = {r: vote for r, vote in live.votes.items() if r in live.living}
-        found = compare(votes, live.unproven, self._history.suspect, live.names)
+        found = self._history.compared(live)
         for replica_id, why in found.different.items():
             self._revoke(replica_id, why, now)
             live.overrule(replica_id, why)

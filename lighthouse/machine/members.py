@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lighthouse.machine import fence
-from lighthouse.machine.ballot import Ballot
+from lighthouse.machine.ballot import Ballot, Comparison, compare
 from lighthouse.machine.rules import Position
 from lighthouse.wire.messages import (
     NO_QUORUM,
@@ -276,6 +276,7 @@ class History:
         unproven: members that have healed, and no step was committed since: what they hold was
             compared with no other state.
         suspect: those of them that may have healed from a member whose state was not its peers'.
+        torn: those of them that may have healed from a state while its member's loop changed it.
         commits, discards: how many steps were committed, and how many discarded after work.
     """
 
@@ -295,6 +296,7 @@ class History:
         self._said: OrderedDict[str, tuple[int, bool, int, int]] = OrderedDict()
         self.unproven: set[str] = set()
         self.suspect: set[str] = set()
+        self.torn: set[str] = set()
         self.commits = 0
         self.discards = 0
         self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
@@ -341,6 +343,7 @@ class History:
             self.committed = True
             self.unproven.clear()  # those that did not say yes are behind now, and heal again
             self.suspect.clear()
+            self.torn.clear()
             self.head = Position(before.step + 1, lineage)
             if not live.is_base:
                 live.is_base = True
@@ -432,9 +435,20 @@ class History:
         self.unproven.discard(replica_id)
         self.suspect = (self.suspect | self.unproven) - {replica_id}
 
+    def compared(self, live: Ballot) -> Comparison:
+        """What the votes of its living members say; see `compare`."""
+        votes = {r: vote for r, vote in live.votes.items() if r in live.living}
+        return compare(votes, live.unproven, self.suspect, self.torn, live.names)
+
+    def heard(self, vote: Vote) -> None:
+        """If its sender has changed what it served, all that have healed since the last commit may hold that."""
+        if vote.torn:
+            self.torn |= self.unproven - {vote.replica_id}
+
     def is_different(self, replica_id: str, why: str) -> None:
         """The state of `replica_id` is not its peers', which it is told."""
         self.others_healed_from(replica_id)
+        self.torn.discard(replica_id)
         self.different[replica_id] = why
         if len(self.different) > REMEMBERED_DECISIONS:
             self.different.popitem(last=False)

@@ -298,6 +298,7 @@ class Vote:
     `attempt`: how many attempts at steps a rank has spent, this one included; for the leader of its
     replica group, which keeps the ranks' attempts in step. `admits`: after this step the sender can
     give its state to a newcomer; if it can't, newcomers that must heal wait for a later commit.
+    `torn`: with a no: the sender's loop has changed its state while members may have healed from it.
     """
 
     job: JobKey
@@ -315,12 +316,14 @@ class Vote:
     digest: bytes = b""
     attempt: int = 0
     admits: bool = True
+    torn: bool = False
 
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")
         _check_place(self.quorum_id, self.step)
         _one_line(self, "reason")
         _check_control(self.control)
+        _check(not (self.ok and self.torn), "torn goes with a no")
         if self.phase not in PHASES:
             raise ValueError(f"phase must be one of {PHASES}")
         if not NOT_COUNTED <= self.updates < 2**31:

@@ -23,6 +23,7 @@ from ft_core.launch import kept_files
 from ft_core.launch.board import Board, Slot, slot
 from ft_core.launch.kept import Card, Version
 from ft_core.launch.state_keeper import StateKeeper, TooLarge
+from ft_core.state import LARGE_BYTES
 from lighthouse import LighthouseServer
 from tests.harness.cluster import (
     Replica,
@@ -100,6 +101,32 @@ def test_all_die_and_go_on_from_what_is_kept(board: Board) -> None:
         assert not b.manager.should_commit()
         b.run_to(died_at + 1)
         assert torch.equal(b.weights, torch.full((8,), -float(died_at + 1)))
+        b.close()
+
+
+def test_a_loop_that_changes_its_state_before_each_vote_is_kept(board: Board) -> None:
+    """As a forward changes a queue of keys, or a code book."""
+    with lighthouse() as server, keeper(board) as kept:
+        a = Replica(server, "a", expected_replicas=1)
+        queue = torch.zeros(LARGE_BYTES // 4)
+        a.manager.register_state_dict_fn("queue", queue.copy_, lambda: queue)
+
+        def step() -> None:
+            a.manager.start_quorum()
+            queue.add_(1.0)
+            a.end(a.reduce())
+
+        for _ in range(3):
+            step()
+        assert renewed(kept, a, step) or renewed(kept, a, step)
+        step()
+        a.close()
+        queue.zero_()
+        b = Replica(server, "a", expected_replicas=1)
+        b.manager.register_state_dict_fn("queue", queue.copy_, lambda: queue)
+        b.manager.start_quorum()
+        assert b.manager.current_step() == kept_step(kept)
+        assert queue.unique().tolist() == [float(kept_step(kept))]
         b.close()
 
 

@@ -182,7 +182,7 @@ def test_a_state_that_changes_while_it_is_served_is_not_committed():
     """Large tensors are served live: a write to one before the vote would tear the heal."""
     big = [torch.full((600_000,), float(i)) for i in range(2)]
     with lighthouse() as server:
-        a, b = pair(server)
+        a, b = pair(server, min_replica_size=2)
         for index, replica in enumerate((a, b)):
             replica.manager.register_state_dict_fn(
                 "big", lambda s, i=index: big[i].copy_(s["t"]), lambda i=index: {"t": big[i]}
@@ -204,6 +204,7 @@ def test_a_state_that_changes_while_it_is_served_is_not_committed():
         (first, reason), (second, _) = both(a, b, script)
         assert (first, second) == (False, False)
         assert "changed before should_commit" in reason
+        assert torch.equal(big[0], big[1])
 
 
 @pytest.mark.parametrize("use_async_quorum", [False, True])

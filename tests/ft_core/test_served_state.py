@@ -25,7 +25,7 @@ class LargeReplica(Replica):
     """Its tensor is served and received in place."""
 
     def __init__(self, server: Any, name: str, **options: Any) -> None:
-        super().__init__(server, name, use_async_quorum=True, **options)
+        super().__init__(server, name, **{"use_async_quorum": True, **options})
         self.weights = torch.zeros(LARGE)
         self.discards: list[str] = []
         self.began = 0  # the last step that it has begun
@@ -201,3 +201,85 @@ def test_a_member_whose_loop_uses_its_state_takes_none_until_it_allows_it() -> N
         assert late.manager.state_dict() == first.manager.state_dict()
         assert torch.equal(late.weights, first.weights)
         assert torch.equal(others, torch.zeros(8))
+
+
+class QueueReplica(LargeReplica):
+    """Its loop writes a large tensor before its vote, as a forward writes a queue of keys, or a momentum
+    encoder. Half of it before a member that heals reads, and half after."""
+
+    def __init__(self, server: Any, name: str, bypass: bool, reading: Reading) -> None:
+        # Within a step a receiver sees no change of its own loop's that bypasses the counters.
+        super().__init__(server, name, use_async_quorum=not bypass)
+        self.queue = torch.zeros(2 * LARGE)
+        self.written = self.queue.data if bypass else self.queue
+        self.reading, self.writes, self.healed = reading, 0, list[list[float]]()
+        self.manager.register_state_dict_fn("queue", self._load, lambda: self.queue)
+
+    def _load(self, queue: torch.Tensor) -> None:
+        self.healed.append(queue.unique().tolist())
+        self.queue.copy_(queue)
+
+    def step(self, gradient: float = 1.0) -> bool:
+        self.manager.start_quorum()
+        self.writes += 1
+        before, after = self.written.chunk(2)
+        before.fill_(self.writes)
+        self.reading.let_in(self)
+        after.fill_(self.writes)
+        return self.end(self.reduce(gradient))
+
+
+class Reading:
+    """Holds a step of the source until a heal from it has ended, and that until the step has come so far."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._comes, self._goes = threading.Event(), threading.Event()
+        self._fetch = data_plane.fetch
+        monkeypatch.setattr(data_plane, "fetch", self._read)
+
+    def let_in(self, source: LargeReplica) -> None:
+        if source.manager._session.control.status.targets:  # type: ignore[union-attr]
+            self._comes.set()
+            assert self._goes.wait(PATIENCE_S)
+            self._goes.clear()
+
+    def _read(self, *args: Any, **options: Any) -> Any:
+        assert self._comes.wait(PATIENCE_S)
+        self._comes.clear()
+        try:
+            return self._fetch(*args, **options)
+        finally:
+            self._goes.set()
+
+
+@pytest.mark.parametrize("bypass", [False, True], ids=["counted", "through data"])
+def test_a_loop_that_changes_what_it_serves_costs_one_step(
+    bypass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that has read it meanwhile heals once more, from a copy; as do all that come later."""
+    reading = Reading(monkeypatch)
+    with lighthouse() as server:
+        source, *others = (QueueReplica(server, name, bypass, reading) for name in "abc")
+        begun, over = threading.Event(), threading.Event()
+
+        def train() -> None:
+            source.run_to(3)
+            begun.set()
+            while not over.is_set():
+                source.step()
+            source.close()
+
+        def come_and_go() -> None:
+            assert begun.wait(PATIENCE_S)
+            for other in others:
+                while not other.step():
+                    pass
+                other.close()
+            over.set()
+
+        replicas(train, come_and_go)
+        assert [len(other.healed[-1]) for other in others] == [1, 1]
+        assert [len(other.healed) for other in others] == [2, 1]
+        assert [
+            reason for reason in source.discards if CHANGED_WHILE_SERVED in reason
+        ] == source.discards[:1]

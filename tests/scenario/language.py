@@ -38,6 +38,7 @@ from ft_core.replica.events import (
     Published,
     Rejoin,
     ReplicaEvent,
+    ServedTorn,
     StopWaiting,
     Transmit,
     Tried,
@@ -354,6 +355,7 @@ class JobStage:
             words.number("updates", NOT_COUNTED),
             given.get("digest", "").encode(),
             admits=not words.flag("shut"),
+            torn=words.flag("torn"),
         )
 
     def _heartbeat(self, who: str, words: Words) -> Heartbeat:
@@ -432,6 +434,8 @@ class ReplicaStage:
             return Unapplied(plain[0])
         if name == "stop_waiting":
             return StopWaiting()
+        if name == "served_torn":
+            return ServedTorn("the loop has changed it")
         if name == "fail":
             return Fail(plain[0], stalled=words.flag("stalled"))
         if name == "vote":
@@ -605,6 +609,7 @@ class GroupStage(ReplicaStage):
             given.get("digest", "").encode(),
             words.number("attempt"),
             admits=not words.flag("shut"),
+            torn=words.flag("torn"),
         )
 
     def _says_heartbeat(self, rank: str, words: Words) -> Heartbeat:
