@@ -233,6 +233,33 @@ def test_it_comes_back_by_its_checkpoint_where_a_callback_has_replaced_the_sched
     assert [line["step"] for line in run.lines(1, "trained") if line["pid"] == back.pid][-1] == 11
 
 
+def test_weights_are_averaged_alike_in_one_that_comes_back_by_an_older_checkpoint(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Stochastic weight averaging: the process has begun with the average of its checkpoint when it takes
+    its peer's, of one more epoch."""
+    options: dict[str, Any] = {"fits": 1, "epochs": 4, "averages": True, "ckpt_path": "last"}
+    options["holds"] = ["step:1:6", "begin:1:2", "step:1:10"]
+    with running(tmp_path, coordinator.address(), worker=WORKER, **options) as run:
+        first, second = run.start(0), run.start(1)
+        run.until_held(0, "step:1:6")
+        run.until_held(1, "step:1:6")
+        os.kill(second.pid, signal.SIGKILL)
+        run.wait(second, code=-signal.SIGKILL)
+        back = run.start(1)
+        run.until_held(1, "begin:1:2")
+        run.go("step:1:6")
+        run.until_held(0, "step:1:10")
+        run.go("begin:1:2")
+        run.until_waiting(coordinator, "1", or_member=True)
+        run.go("step:1:10")
+        run.wait(first, back)
+    (mine,), (theirs,) = run.lines(0, "fits"), run.lines(1, "fits")
+    assert mine["digest"] == theirs["digest"]
+    trained = [line["step"] for line in run.lines(1, "trained") if line["pid"] == back.pid]
+    assert 10 < trained[0] < 14, "it has averaged with its peer's number"
+
+
 def test_a_leader_dies_in_its_last_save_and_the_next_one_saves_again(
     tmp_path: Path, lighthouse: str
 ) -> None:
