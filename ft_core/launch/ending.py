@@ -61,11 +61,12 @@ def _ending(whose: str, otherwise: _Hook) -> _Hook:
         if code is None:
             otherwise(kind, error, trace)
             return
-        # Not `sys.stderr`: torch.distributed has put a buffer there, which it prints when this returns.
+        known, of_group = ReplicaEnv.read(), issubclass(kind, TrainingOver | StartAgain)
         # The supervisor of several groups adds nothing to these.
-        alone = not issubclass(kind, TrainingOver | StartAgain) or not slot().there
-        group = "" if alone else f"replica group {ReplicaEnv.read().name}: "
-        print(f"{whose}: {group}{error}", file=sys.__stderr__, flush=True)
+        group = f"replica group {known.name}: " if of_group and slot().there else ""
+        if not (of_group and known.group_rank):  # all ranks of the group end so, and one tells
+            # Not `sys.stderr`: torch.distributed has put a buffer there, which it prints when this returns.
+            print(f"{whose}: {group}{error}", file=sys.__stderr__, flush=True)
         sys.stdout.flush()
         os._exit(code)
 

@@ -28,6 +28,8 @@ SIGTERM_EXIT_CODE = 128 + 15
 """Of a process that has ended as SIGTERM asks, by itself."""
 OVER_EXIT_CODE = 79
 """Of a process that comes back after the training has ended: nothing is left to do."""
+NOT_AT_FAULT = frozenset({AWAY_EXIT_CODE, BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE, OVER_EXIT_CODE})
+"""Of processes whose script is not at fault, as with a signal from outside."""
 REMEMBERED = 256
 """Deaths of a group."""
 

@@ -33,6 +33,7 @@ from ft_core.launch.board import DUMP_SIGNAL, Board, Seen
 from ft_core.launch.keeping import Keeping
 from ft_core.launch.kept import Card
 from ft_core.launch.restarts import (
+    NOT_AT_FAULT,
     OVER_EXIT_CODE,
     REMEMBERED,
     Again,
@@ -307,22 +308,22 @@ class Roster:
     def exit_code(self) -> int:
         """The exit code of the supervisor: 0 if the training finished and no script failed.
 
-        A process that was killed after others had finished has lost nothing, unless it wrote for all.
+        A process that was killed, or has asked to be started again, and is not, since others have finished,
+        has lost nothing, unless it wrote for all.
         """
         if self.fault is not None:
             code = self.fault.exit_code or 0
             return code if code > 0 else 128 - code
         codes = [c.exit_code or 0 for c in self.children]
-        codes = [0 if code == OVER_EXIT_CODE else code for code in codes]
-        failed = [code for code in codes if code > 0]
+        failed = [code for code in codes if code > 0 and code not in NOT_AT_FAULT]
         if failed:
             return failed[0]
         sentence, code = self._missing()
         if sentence:
             return code if code > 0 else 128 - code
-        if any(code == 0 for code in codes):
+        if any(code in (0, OVER_EXIT_CODE) for code in codes):
             return 0
-        return 128 - codes[0]
+        return next((code for code in codes if code > 0), 128 - codes[0])
 
 
 def supervise(

@@ -502,15 +502,26 @@ class StrategyBase(_Base):
             )
 
     def _refuse_if_over(self) -> None:
-        """Raise TrainingOver if this group's peers are in a later training of the script. All ranks of
-        the group call it, before they first ask for a quorum."""
+        """Raise TrainingOver (or what `_when_over` makes of it) if the peers of this group have ended this
+        training of the script. All ranks of the group call it, before they first ask for a quorum."""
         job = self._training
         assert job is not None
         if self.scope.num_groups > 1:
-            why = self._in_group.from_rank_0(lambda: trainings.over(job))
+            why = self._in_group.from_rank_0(self._why_over)
             if why:
-                self._in_group.from_rank_0(lambda: trainings.give_up(job))
-                raise TrainingOver(why)
+                error = self._when_over(TrainingOver(why))
+                if isinstance(error, TrainingOver):
+                    self._in_group.from_rank_0(lambda: trainings.give_up(job))
+                raise error
+
+    def _why_over(self) -> str:
+        """Why this training can't be joined, as far as rank 0 of the group can tell; "": it can."""
+        assert self._training is not None
+        return trainings.over(self._training)
+
+    def _when_over(self, error: TrainingOver) -> Exception:
+        """What to raise where peers have ended the training."""
+        return error
 
     def _training_is_over(self, yes: bool) -> None:
         """A training has ended regularly; `yes` False: another one begins."""

@@ -126,6 +126,7 @@ def restore(
             connector.restore_datamodule()
             connector.restore_model()
             connector.restore_callbacks()
+            _adopt_averages(trainer)
             finetuning.adopt(trainer, state["trained"])
             connector.restore_training_state()
     finally:
@@ -158,3 +159,12 @@ def _adopt_directories(trainer: Any, states: dict[str, Any]) -> None:
         directory = states.get(callback.state_key, {}).get("dirpath")
         if directory and getattr(callback, "dirpath", None):
             callback.dirpath = directory
+
+
+def _adopt_averages(trainer: Any) -> None:
+    """Of how many models an average is: Lightning's StochasticWeightAveraging takes that from a state before
+    it begins only, and this process may have begun by its checkpoint."""
+    for callback in trainer.callbacks:
+        averaged, loaded = (getattr(callback, n, None) for n in ("n_averaged", "_init_n_averaged"))
+        if averaged is not None and loaded is not None:
+            averaged.fill_(loaded)

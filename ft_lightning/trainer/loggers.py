@@ -416,12 +416,13 @@ def size_of(path: str) -> int:
 def keep_metrics(logger: Any) -> None:
     """Let a CSV logger append to the metrics that it finds, which it would delete.
 
-    Does nothing for loggers of other kinds, or for one that has begun to write already.
+    Does nothing for loggers of other kinds, which may write to the same folder, and be opened in other
+    threads; or for one that has begun to write already.
     """
+    if _kind_of(logger) != "CSVLogger" or logger._experiment is not None:
+        return
     path = metrics_path(logger)
     aside = f"{path}.kept"
-    if getattr(logger, "_experiment", 0) is not None:
-        return
     if os.path.isfile(aside) and not os.path.isfile(path):
         os.replace(aside, path)  # another leader has died below
     if not os.path.isfile(path):

@@ -73,7 +73,6 @@ class Resumption:
         self._named = job.job_id != SHARED_JOB and not job.job_id.startswith("alone-")
         self._restarted = scope.restarts > 0
         self._known: dict[str, Any] = ask(self._read) or {}
-        self._ask = ask
         self._peers_are_later = lambda: bool(ask(lambda: trainings.over(job)))
         self.source = ""
         """The checkpoint from which this process has begun; "": none of this job."""
@@ -132,12 +131,12 @@ class Resumption:
             self._trainer.callback_metrics[name] = torch.tensor(value)
         return f"training {self.number} of the script is over; its state is that of {self.source}"
 
-    def ended_meanwhile(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the fit has finished since this process began with it, and its next life can pass over
-        it. All ranks of the group call it."""
+        it. Reads the record."""
         if not self._wanted or "finished" in self._known:
             return False
-        return bool(self._ask(lambda: _end_of(self._read())))
+        return bool(_end_of(self._read()))
 
     # ------------------------------------------------------------------ the leader's
 

@@ -59,6 +59,11 @@ NEWEST = "2.6"
 """The last version of Lightning that was tested."""
 
 
+ENDED_MEANWHILE = (
+    "this training has ended just as the process came back: it starts again, and passes over it"
+)
+
+
 class _Ending(Sigterm):
     """Ends the fit instead of the process."""
 
@@ -352,7 +357,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
             leave=self._leave,
-            over=self._next_life_passes,
+            over=self._when_over,
             before_leaving=self._before_leaving,
             patience_s=4
             * self._options.timeout_s,  # the lighthouse evicts a group that hangs before
@@ -391,27 +396,28 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._sigterm.watch()  # calls Lightning's, which is there by now, first
         assert self._manager is not None and self._decisions is not None
         if not self._met:  # else the learning rate finder has trained already
-            try:
-                self._refuse_if_over()
-            except TrainingOver as error:
-                raise self._next_life_passes(error) from None
+            self._refuse_if_over()
             self._manager.load_state_dict(self._start())
             self._resume_epoch()
             self._register(schema(self._trainer))
         self._decisions.begin()
         self._adopt_fetcher()
 
-    def _next_life_passes(self, error: TrainingOver) -> Exception:
-        """What to raise where peers have ended this fit: `error`, unless that was just now."""
+    def _why_over(self) -> str:
+        """Also by the record, which outlives the processes that have ended the fit."""
+        return super()._why_over() or (ENDED_MEANWHILE if self._ended_meanwhile() else "")
+
+    def _ended_meanwhile(self) -> bool:
+        """Whether the fit has ended since this process began with it, so that its next life passes over it."""
+        return board.slot().whole and self._resumption is not None and self._resumption.has_ended()
+
+    def _when_over(self, error: TrainingOver) -> Exception:
+        """`error`, unless it was just now that peers have ended this fit."""
         slot = board.slot()
-        if not slot.whole or self._resumption is None:
-            return error
-        slot.await_leader(self._training_number)  # it saves the end, and records it
-        if not self._resumption.ended_meanwhile():
-            return error
-        return StartAgain(
-            "this training has ended just as the process came back: it starts again, and passes over it"
-        )
+        if slot.whole:
+            slot.await_leader(self._training_number)  # it saves the end, and records it
+        passes = self._in_group.from_rank_0(self._ended_meanwhile)
+        return StartAgain(ENDED_MEANWHILE) if passes else error
 
     def _register(self, texts: dict[str, str]) -> None:
         """What a member must have in common with its peers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,20 @@ def test_a_process_whose_script_is_not_at_fault_ends_with_a_line(error: str, cod
     else:
         assert done.stderr == "ft_package: a sentence\n"
         assert done.stdout == "before\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_rank_tells_what_ends_its_group(rank: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("{error}", "TrainingOver")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=ROOT,
+        env={**os.environ, "RANK": rank, "WORLD_SIZE": "2"},
+    )
+    assert done.returncode == 79
+    assert done.stderr == ("" if rank == "1" else "ft_package: a sentence\n")
 
 
 def test_it_imports_no_torch() -> None:

@@ -21,7 +21,13 @@ import zmq
 from ft_core.environment import Supervision
 from ft_core.launch.board import Board
 from ft_core.launch.rank_group import group_command
-from ft_core.launch.restarts import BROKEN_EXIT_CODE, OVER_EXIT_CODE, RestartPolicy
+from ft_core.launch.restarts import (
+    AWAY_EXIT_CODE,
+    BROKEN_EXIT_CODE,
+    OVER_EXIT_CODE,
+    SIGTERM_EXIT_CODE,
+    RestartPolicy,
+)
 from ft_core.launch.supervisor import DUMP_S, Child, Roster, take
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.server import LighthouseServer
@@ -272,6 +278,25 @@ def test_exit_code_of_a_script_that_failed_after_others_finished() -> None:
     rules.ended(rules.children[1], 3, 1.0)
     assert rules.over()
     assert rules.exit_code() == 3
+
+
+@pytest.mark.parametrize("code", [AWAY_EXIT_CODE, BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE, -9])
+def test_one_that_waits_to_be_started_again_when_another_finishes_is_no_failure(code: int) -> None:
+    """Its script is not at fault."""
+    rules = policy(2)
+    finished, child = rules.children
+    finished.seen.joined = child.seen.joined = True
+    assert "it is started again in" in rules.ended(child, code, 1.0)
+    rules.ended(finished, 0, 1.1)
+    assert rules.too_late() == []
+    assert (rules.over(), rules.exit_code()) == (True, 0)
+
+
+def test_exit_code_where_none_has_finished() -> None:
+    rules = policy(2, max_restarts=0)
+    rules.ended(rules.children[0], -9, 1.0)
+    rules.ended(rules.children[1], BROKEN_EXIT_CODE, 1.0)
+    assert (rules.over(), rules.exit_code()) == (True, BROKEN_EXIT_CODE)
 
 
 # ---------------------------------------------------------------- with processes

@@ -33,7 +33,8 @@ OPTIONS: dict[str, Any] = {
     "validates": False,  # after each fit
     "unlike": False,  # the groups begin with weights of their own
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
-    # Places to wait at: "step:<fit>:<global step>", "save:<global step>", "final", "after:<fit>"
+    # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
+    # "after:<fit>"
     "holds": [],
 }
 
@@ -55,6 +56,7 @@ class Model(LightningModule):
 
     def on_train_start(self) -> None:
         self.files.append("starts", weights=digest(self.net.state_dict()))
+        self.files.at(f"begin:{self.number}:{self.files.life}")
 
     def on_train_epoch_end(self) -> None:
         self.trainer.should_stop |= self.stops

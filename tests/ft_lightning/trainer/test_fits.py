@@ -178,6 +178,39 @@ def test_one_that_comes_back_just_when_a_fit_ends_passes_over_it(
     assert theirs == mine
 
 
+def test_one_that_comes_back_when_the_process_that_has_ended_the_fit_is_dead_too(
+    tmp_path: Path,
+) -> None:
+    """Group 1 is about to join in the first fit, which the other has ended. That one has died since, so that
+    neither the board nor the lighthouse knows: the record does."""
+    holds = ["step:1:7", "life:2", "begin:1:3", "after:1"]
+    with running(tmp_path, worker=WORKER, holds=holds, devices=2) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "step:1:7")
+        os.kill(run.lines(1, "trained")[0]["pid"], signal.SIGKILL)
+        run.until_held(1, "life:2")
+        os.kill(int((tmp_path / "1.started").read_text().split()[-1]), signal.SIGKILL)
+        run.until_held(1, "begin:1:3")
+        run.go("step:1:7")
+        run.until_held(0, "after:1")
+        os.kill(run.lines(0, "fits")[0]["pid"], signal.SIGKILL)
+        run.until_held(0, "life:2")
+        asked = run.events(1, *ASKS)
+        run.go("begin:1:3")
+        run.until_held(1, "after:1")
+        assert run.events(1, *ASKS) == asked, "it would have waited for the connect timeout"
+        run.go("life:2")
+        run.go("after:1")
+        run.wait(supervisor)
+    mine, theirs = (
+        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
+        for name in (0, 1)
+    )
+    assert mine == [theirs[0], *theirs]
+    assert [line["fit"] for line in theirs] == [1, 2]
+
+
 def test_it_comes_back_by_its_checkpoint_where_a_callback_has_replaced_the_scheduler(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
@@ -198,6 +231,33 @@ def test_it_comes_back_by_its_checkpoint_where_a_callback_has_replaced_the_sched
     (mine,), (theirs,) = run.lines(0, "fits"), run.lines(1, "fits")
     assert mine["digest"] == theirs["digest"]
     assert [line["step"] for line in run.lines(1, "trained") if line["pid"] == back.pid][-1] == 11
+
+
+def test_weights_are_averaged_alike_in_one_that_comes_back_by_an_older_checkpoint(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Stochastic weight averaging: the process has begun with the average of its checkpoint when it takes
+    its peer's, of one more epoch."""
+    options: dict[str, Any] = {"fits": 1, "epochs": 4, "averages": True, "ckpt_path": "last"}
+    options["holds"] = ["step:1:6", "begin:1:2", "step:1:10"]
+    with running(tmp_path, coordinator.address(), worker=WORKER, **options) as run:
+        first, second = run.start(0), run.start(1)
+        run.until_held(0, "step:1:6")
+        run.until_held(1, "step:1:6")
+        os.kill(second.pid, signal.SIGKILL)
+        run.wait(second, code=-signal.SIGKILL)
+        back = run.start(1)
+        run.until_held(1, "begin:1:2")
+        run.go("step:1:6")
+        run.until_held(0, "step:1:10")
+        run.go("begin:1:2")
+        run.until_waiting(coordinator, "1", or_member=True)
+        run.go("step:1:10")
+        run.wait(first, back)
+    (mine,), (theirs,) = run.lines(0, "fits"), run.lines(1, "fits")
+    assert mine["digest"] == theirs["digest"]
+    trained = [line["step"] for line in run.lines(1, "trained") if line["pid"] == back.pid]
+    assert 10 < trained[0] < 14, "it has averaged with its peer's number"
 
 
 def test_a_leader_dies_in_its_last_save_and_the_next_one_saves_again(

@@ -223,6 +223,47 @@ def test_a_file_to_which_two_write_for_a_moment_keeps_its_rows_and_columns(tmp_p
     assert [row["rate"] for row in rows] == ["", "", "0.1", ""]
 
 
+class Beside(Logger):
+    """Of another kind, in the folder of a CSV logger, as TensorBoard's is by default."""
+
+    _experiment = None
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self.found: list[list[str]] = []
+
+    @property
+    def log_dir(self) -> str:
+        return self._folder
+
+    @property
+    def experiment(self) -> Any:
+        self.found.append(os.listdir(self.log_dir))
+        return self
+
+    name = version = "beside"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Writes nothing."""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes nothing."""
+
+
+def test_a_logger_leaves_the_file_of_another_in_its_folder_alone(tmp_path: Path) -> None:
+    """The next leader opens each in a thread of its own."""
+    first = Process(CSVLogger(tmp_path, "csv"))
+    first.meet(True)
+    first.log(True, {"loss": 1.0}, 0)
+    (path,) = tmp_path.glob("csv/*/metrics.csv")
+    beside = Beside(path.parent)
+    second = Process(beside)
+    second.meet(False)
+    second.meet(True, takes_over=True)
+    second.open()
+    assert beside.found and all("metrics.csv" in found for found in beside.found)
+
+
 def test_a_logger_is_opened_beside_the_training_and_calls_wait_in_order(tmp_path: Path) -> None:
     may_open, threads = threading.Event(), []
 
