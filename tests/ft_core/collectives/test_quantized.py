@@ -29,7 +29,9 @@ from tests.harness.waiting import PATIENCE_S
 
 
 def members(address: str, count: int, **options: Any) -> list[Replica]:
-    return [Replica(address, f"r{i}", expected_replicas=count, **options) for i in range(count)]
+    """Their steps have all of them: on a busy machine one can be too late for a quorum's connections."""
+    given = {"expected_replicas": count, "min_replica_size": count, **options}
+    return [Replica(address, f"r{i}", **given) for i in range(count)]
 
 
 def all_of(group: list[Replica], script: Callable[[Replica, int], Any]) -> list[Any]:
