@@ -316,21 +316,20 @@ class OwnWrites:
 
 
 def _place_in_script() -> str:
-    """The line of the script that has called this, through our functions and properties of Accelerate's; "":
-    it was a library."""
+    """The line of the script that has called this, through our functions and then, perhaps, properties of
+    Accelerate's; "": it was a library, or a function of ours that asks Accelerate."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_on_the_way(frame):
+    while frame is not None and _package_of(frame) == "ft_accelerate":
+        frame = frame.f_back
+    while frame is not None and _passes_on(frame):
         frame = frame.f_back
     if frame is None or _package_of(frame) in LIBRARIES:
         return ""
     return f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
 
 
-def _is_on_the_way(frame: FrameType) -> bool:
-    package = _package_of(frame)
-    return package == "ft_accelerate" or (
-        package == "accelerate" and frame.f_code.co_name in _ON_THE_WAY
-    )
+def _passes_on(frame: FrameType) -> bool:
+    return _package_of(frame) == "accelerate" and frame.f_code.co_name in _ON_THE_WAY
 
 
 def _package_of(frame: FrameType) -> str:
