@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
-from ft_core.launch.board import Slot, slot
+from ft_core.launch.board import SCRIPT, Slot, slot
 from ft_core.launch.trackers import HeldSaves, Opening
 from ft_core.manager import Manager
 from ft_core.replica.status import Participation
@@ -90,6 +90,11 @@ class Leadership:
         opening = Opening("ft_accelerate trackers", opens, failed)
         self._openings = [*(each for each in self._openings if not each.over), opening]
         return opening
+
+    def over(self, slot: Slot, training: int) -> None:
+        """A training of the script is over, or all of the script (SCRIPT)."""
+        if self._speaks:
+            slot.training(training, over=True)
 
     def follow(self, part: Participation) -> None:
         """A step has begun.
@@ -273,16 +278,18 @@ class Saves:
             self._within = False
 
     def outlive(self, slot: Slot) -> None:
-        """The training is over, and so is the script: wait until the main process has come to its end; if
-        it dies, the first process that waits writes what it holds."""
-        if not self._saves.held or self._leadership.group_leads:
-            return
-        slot.await_leader()
-        if slot.takes_over():
-            slot.leads(True)
-            self._leadership.holds = self._leadership.group_leads = True
-            log.warning("the main process has died at the end of the script: this process saves")
-            self._make_up()
+        """The script is over: wait until the main process has come to its end; if it dies, the first process
+        that waits writes what it holds."""
+        if self._saves.held and not self._leadership.group_leads:
+            slot.await_leader(SCRIPT)
+            if slot.takes_over():
+                slot.leads(True)
+                self._leadership.holds = self._leadership.group_leads = True
+                log.warning(
+                    "the main process has died at the end of the script: this process saves"
+                )
+                self._make_up()
+        self._leadership.over(slot, SCRIPT)
 
 
 class OwnWrites:

@@ -33,6 +33,8 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIG
 """Has a process print the stacks of all of its threads."""
 LEADER_LOOK_S = 0.05
 """How often a process that waits for the leader looks at the board: only the supervisor is woken."""
+SCRIPT = 1 << 62
+"""As the number of a training: all of the script, and what it writes."""
 _RANKS_AT, _RANKS = 64, 128
 _WRITES_AT, _LOST_AT, _PLACE_BYTES = 1088, 1184, 96
 _ERROR_AT, _ERROR_BYTES = 1280, 768
@@ -61,6 +63,7 @@ class Seen:
         error: with which it ends, in one line; "": it has told none.
         writes: where its script may be writing by itself, for all; "": nowhere.
         lost: where a life of this child has died in that, and no process has come since; "": nowhere.
+        done: its script has ended, and has written all.
     """
 
     joined: bool = False
@@ -72,6 +75,7 @@ class Seen:
     error: str = ""
     writes: str = ""
     lost: str = ""
+    done: bool = False
 
 
 class Board:
@@ -127,8 +131,8 @@ class Board:
         writes, lost = (
             _text_in(self._memory, at + text_at, _PLACE_BYTES) for text_at in (_WRITES_AT, _LOST_AT)
         )
-        over = training > 0
-        return Seen(bool(joined), step, commits, bool(leads), over, hung, error, writes, lost)
+        over, done = training > 0, training == SCRIPT
+        return Seen(bool(joined), step, commits, bool(leads), over, hung, error, writes, lost, done)
 
     def card(self, child: int) -> dict[str, Any] | None:
         """What a child has said about its state; None: nothing, or it is just being written."""
@@ -199,7 +203,7 @@ class Slot:
 
     def training(self, number: int, *, over: bool) -> None:
         """This process begins training `number` of its script, counted from 1; or that has ended, and it
-        goes on with what follows."""
+        goes on with what follows. SCRIPT: nothing follows."""
         self._set(_TRAINING_AT, number if over else -number)
 
     def has_passed(self, number: int) -> bool:
@@ -251,7 +255,7 @@ class Slot:
         over = (at for at in living if self._get(at + _TRAINING_AT) > 0)
         return self._at == min(over, default=-1)
 
-    def await_leader(self, number: int = 1) -> None:
+    def await_leader(self, number: int) -> None:
         """Wait until the process that writes for all has come to the end of training `number`, or is dead.
         Not where other machines train, too."""
         while self._leader_writes(number):

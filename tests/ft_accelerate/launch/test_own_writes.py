@@ -11,7 +11,7 @@ from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
 
 SCRIPT = """
-import os, signal, sys
+import atexit, os, signal, sys
 from pathlib import Path
 import torch
 from accelerate import Accelerator
@@ -31,6 +31,12 @@ def write(name):
     may_die(name)
     path.write_text("whole")
 
+class Net(torch.nn.Linear):
+    def state_dict(self, *args, **kwargs):
+        if accelerator.trackers == []:
+            may_die("in_save_model")
+        return super().state_dict(*args, **kwargs)
+
 class Rows(GeneralTracker):
     name, requires_logging_directory, tracker = "rows", False, None
 
@@ -41,6 +47,7 @@ class Rows(GeneralTracker):
         pass
 
 torch.manual_seed(0)
+atexit.register(may_die, "at_exit")
 accelerator = Accelerator(cpu=True, log_with=[Rows()])
 accelerator.init_trackers("run")
 
@@ -48,7 +55,7 @@ accelerator.init_trackers("run")
 def write_alone(name):
     write(name)
 
-model = torch.nn.Linear(4, 1)
+model = Net(4, 1)
 data = torch.utils.data.TensorDataset(torch.randn(64, 4))
 model, optimizer, loader = accelerator.prepare(
     model, torch.optim.AdamW(model.parameters(), 0.01), torch.utils.data.DataLoader(data, 4))
@@ -72,6 +79,8 @@ may_die("after_log")
 accelerator.wait_for_everyone()
 write_alone("decorated")
 accelerator.end_training()
+accelerator.trackers.clear()
+accelerator.save_model(model, folder / "model")
 """
 FILES = ("in_a_pass", "after_an_epoch", "at_the_end", "decorated")
 pytestmark = pytest.mark.process
@@ -117,3 +126,15 @@ def test_what_accelerate_writes_for_the_script_is_not_its_own_write(
     assert code == 0
     assert (tmp_path / "state" / "model.safetensors").exists()
     assert all((tmp_path / name).read_text() == "whole" for name in FILES)
+
+
+@pytest.mark.parametrize("where", ["in_save_model", "at_exit"])
+def test_the_script_goes_on_after_end_training_and_loses_nothing_at_its_end(
+    tmp_path: Path, where: str
+) -> None:
+    """`end_training` was taken for the end of the script: what was saved behind it was not made again; and one
+    that was killed while Python shut down was said to have left something unwritten."""
+    code, said = run(tmp_path, where)
+    assert "was killed by SIGKILL" in said and "missing" not in said
+    assert code == 0
+    assert (tmp_path / "model" / "model.safetensors").exists()
