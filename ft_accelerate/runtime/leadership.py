@@ -91,11 +91,6 @@ class Leadership:
         self._openings = [*(each for each in self._openings if not each.over), opening]
         return opening
 
-    def over(self, slot: Slot, training: int) -> None:
-        """A training of the script is over, or all of the script (SCRIPT)."""
-        if self._speaks:
-            slot.training(training, over=True)
-
     def follow(self, part: Participation) -> None:
         """A step has begun.
 
@@ -280,16 +275,14 @@ class Saves:
     def outlive(self, slot: Slot) -> None:
         """The script is over: wait until the main process has come to its end; if it dies, the first process
         that waits writes what it holds."""
-        if self._saves.held and not self._leadership.group_leads:
-            slot.await_leader(SCRIPT)
-            if slot.takes_over():
-                slot.leads(True)
-                self._leadership.holds = self._leadership.group_leads = True
-                log.warning(
-                    "the main process has died at the end of the script: this process saves"
-                )
-                self._make_up()
-        self._leadership.over(slot, SCRIPT)
+        if not self._saves.held or self._leadership.group_leads:
+            return
+        slot.await_leader(SCRIPT)
+        if slot.takes_over():
+            slot.leads(True)
+            self._leadership.holds = self._leadership.group_leads = True
+            log.warning("the main process has died at the end of the script: this process saves")
+            self._make_up()
 
 
 class OwnWrites:

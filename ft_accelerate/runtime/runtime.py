@@ -266,8 +266,7 @@ class Runtime:
     def _tell_back(self) -> None:
         """This group has caught up."""
         if place := self.position.in_words():
-            away_s = time.monotonic() - self._there_at
-            self._tell(f"is back at {place}, after {away_s:.1f} s")
+            self._tell(f"is back at {place}, after {time.monotonic() - self._there_at:.1f} s")
 
     def _tell(self, text: str) -> None:
         """A line for the person who watches."""
@@ -690,7 +689,8 @@ class Runtime:
         self.group_ranks.close()
         if finished:
             self.comes_to_another_place()
-            self.leadership.over(slot(), 1)
+            if self.group_ranks.place.group_rank == 0:
+                slot().training(1, over=True)
             if self.leadership.holds:
                 self.saved.forget()
         else:

@@ -13,6 +13,7 @@ states they serve: a card per rank, where each rank has a part of the state.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -20,6 +21,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import tempfile
 import time
 import zlib
@@ -182,7 +184,7 @@ class Slot:
         self._keepers_at = len(self._memory) - _SLOT_BYTES
         self.there = memory is not None
         """Whether a supervisor has started this process. Read only."""
-        self._joined, self._commits = False, 0
+        self._joined, self._over, self._commits = False, False, 0
 
     def join(self) -> None:
         """This process takes part in a quorum of the training. Call it before the first vote, hence
@@ -203,8 +205,15 @@ class Slot:
 
     def training(self, number: int, *, over: bool) -> None:
         """This process begins training `number` of its script, counted from 1; or that has ended, and it
-        goes on with what follows. SCRIPT: nothing follows."""
+        goes on with what follows."""
+        self._over = over
         self._set(_TRAINING_AT, number if over else -number)
+
+    def shut_down(self) -> None:
+        """Python shuts down, and this process may be killed in that. If its training is over, the script
+        has written all, unless it ends with an error."""
+        if self._over and not hasattr(sys, "last_value"):
+            self.training(SCRIPT, over=True)
 
     def has_passed(self, number: int) -> bool:
         """Whether another process of this supervisor has ended training `number` of the script that both
@@ -345,7 +354,8 @@ def inherited(env: Mapping[str, str]) -> tuple[int, ...]:
 def slot() -> Slot:
     """This process's slot; one that does nothing where no supervisor has started it.
 
-    From the first call on the process prints its stacks on the board when the supervisor asks for them.
+    From the first call on the process prints its stacks on the board when the supervisor asks for them, and
+    says there when it has come to its end.
     """
     told = os.environ.get(ENV_BOARD, "")
     if not told:
@@ -364,7 +374,9 @@ def slot() -> Slot:
             stacks, _stacks_at(shared, child, int(os.environ.get("LOCAL_RANK", 0))), os.SEEK_SET
         )
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
-    return Slot(memory, wake, child, whole=bool(whole))
+    found = Slot(memory, wake, child, whole=bool(whole))
+    atexit.register(found.shut_down)
+    return found
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ Each fit trains on data of its own and appends its result to `<log>/<name>.fits`
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import Any
 
@@ -33,7 +34,8 @@ OPTIONS: dict[str, Any] = {
     "validates": False,  # after each fit
     "unlike": False,  # the groups begin with weights of their own
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
-    # Places to wait at: "step:<fit>:<global step>", "save:<global step>", "final", "after:<fit>"
+    # Places to wait at: "step:<fit>:<global step>", "save:<global step>", "final", "after:<fit>",
+    # "exit": when Python shuts down
     "holds": [],
 }
 
@@ -94,6 +96,7 @@ def data(fold: int) -> DataLoader[Any]:
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     files = Log(options["log"], process_name(), options["holds"])
+    atexit.register(files.at, "exit")
     if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
         files.begin_life()
         files.ready()
