@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
-from ft_core.launch.board import Slot, slot
+from ft_core.launch.board import SCRIPT, Slot, slot
 from ft_core.launch.trackers import HeldSaves, Opening
 from ft_core.manager import Manager
 from ft_core.replica.status import Participation
@@ -273,11 +273,11 @@ class Saves:
             self._within = False
 
     def outlive(self, slot: Slot) -> None:
-        """The training is over, and so is the script: wait until the main process has come to its end; if
-        it dies, the first process that waits writes what it holds."""
+        """The script is over: wait until the main process has come to its end; if it dies, the first process
+        that waits writes what it holds."""
         if not self._saves.held or self._leadership.group_leads:
             return
-        slot.await_leader()
+        slot.await_leader(SCRIPT)
         if slot.takes_over():
             slot.leads(True)
             self._leadership.holds = self._leadership.group_leads = True
@@ -316,21 +316,20 @@ class OwnWrites:
 
 
 def _place_in_script() -> str:
-    """The line of the script that has called this, through our functions and properties of Accelerate's; "":
-    it was a library."""
+    """The line of the script that has called this, through our functions and then, perhaps, properties of
+    Accelerate's; "": it was a library, or a function of ours that asks Accelerate."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_on_the_way(frame):
+    while frame is not None and _package_of(frame) == "ft_accelerate":
+        frame = frame.f_back
+    while frame is not None and _passes_on(frame):
         frame = frame.f_back
     if frame is None or _package_of(frame) in LIBRARIES:
         return ""
     return f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
 
 
-def _is_on_the_way(frame: FrameType) -> bool:
-    package = _package_of(frame)
-    return package == "ft_accelerate" or (
-        package == "accelerate" and frame.f_code.co_name in _ON_THE_WAY
-    )
+def _passes_on(frame: FrameType) -> bool:
+    return _package_of(frame) == "accelerate" and frame.f_code.co_name in _ON_THE_WAY
 
 
 def _package_of(frame: FrameType) -> str:

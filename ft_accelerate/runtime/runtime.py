@@ -110,7 +110,7 @@ class Runtime:
         self.saves = Saves(self.leadership)
         self.own_writes = OwnWrites(slot())
         self._there_at = time.monotonic() - age_s()
-        self._open = self._joined = self._aside = self._closed = False
+        self._open = self._joined = self._aside = self._closed = self._finished = False
         self._at = "fetch"
         self._starting = 0  # the thread in which a quorum is being started
         self._healed: dict[str, Any] | None = None
@@ -266,8 +266,7 @@ class Runtime:
     def _tell_back(self) -> None:
         """This group has caught up."""
         if place := self.position.in_words():
-            away_s = time.monotonic() - self._there_at
-            self._tell(f"is back at {place}, after {away_s:.1f} s")
+            self._tell(f"is back at {place}, after {time.monotonic() - self._there_at:.1f} s")
 
     def _tell(self, text: str) -> None:
         """A line for the person who watches."""
@@ -652,13 +651,16 @@ class Runtime:
             manager.shutdown(finished=finished and self.live)
 
     def _at_exit(self) -> None:
-        """The script has ended without `end_training`: in a pass over data, or by an error?"""
+        """The script has ended: without `end_training`, in a pass over data, or by an error?"""
         if hasattr(sys, "last_value") or self._sigterm.noted:
             self.close()
-        elif self.ends_early():
+            return
+        if self.ends_early():
             self._end_early(EARLY)
-        else:
-            self.close(finished=not self.position.active)
+        self.close(finished=not self.position.active)
+        if self._finished:
+            self.comes_to_another_place()
+            self.saves.outlive(slot())
 
     def _end_early(self, why: str) -> None:
         """End this process, so that it is started again."""
@@ -681,19 +683,18 @@ class Runtime:
         """
         if self._closed:
             return
-        self._closed = True
-        atexit.unregister(self._at_exit)
+        self._closed, self._finished = True, finished
         self._sigterm.unwatch()
         self.startup.close()
         self.group_ranks.close()
         if finished:
             self.comes_to_another_place()
-        if finished and self.group_ranks.place.group_rank == 0:
-            slot().training(1, over=True)
-        if finished and self.leadership.holds:
-            self.saved.forget()
+            if self.group_ranks.place.group_rank == 0:
+                slot().training(1, over=True)
+            if self.leadership.holds:
+                self.saved.forget()
+        else:
+            atexit.unregister(self._at_exit)
         self._leave_for_good(finished=finished)
         if self._sink is not None:
             self._sink.close()
-        if finished:
-            self.saves.outlive(slot())

@@ -12,8 +12,8 @@ A tracker takes long to open, and the other processes would wait. So transformer
 trackers do it in a thread of its own, where the events that come meanwhile wait for it. First they log
 again, from Trainer's history, what the tracker lacks. Callbacks of others run in the loop's thread.
 
-Accelerate's own trackers are in `accelerate_trackers`. Those that name their runs (wandb, MLflow)
-continue that of the main process before (`leadership.TrackerRuns`). A tracker that cannot be set up here is left
+Accelerate's own trackers are in `accelerate_trackers`. Those that name their runs (wandb, MLflow,
+and Trainer's TensorBoard, by the folder) continue that of the main process before (`leadership.TrackerRuns`). A tracker that cannot be set up here is left
 out, and the log says so: it must not end a training that has survived the loss of a machine.
 """
 
@@ -364,6 +364,7 @@ def watch() -> None:
     """Hook into trackers when (or if) they are imported; idempotent."""
     when_imported("wandb", _on_wandb)
     when_imported("mlflow", _on_mlflow)
+    when_imported(INTEGRATIONS, _on_integrations)
 
 
 def _on_wandb(module: ModuleType) -> None:
@@ -375,6 +376,18 @@ def _on_mlflow(module: ModuleType) -> None:
         (
             Seam("mlflow", "start_run", ("run_id",), _mlflow_start_run),
             Seam("mlflow", "end_run", (), _over("mlflow")),
+        )
+    )
+
+
+def _on_integrations(module: ModuleType) -> None:
+    begin, end = (
+        f"TensorBoardCallback.{name}" for name in ("_init_summary_writer", "on_train_end")
+    )
+    _put(
+        (
+            Seam(INTEGRATIONS, begin, ("self", "args"), _tensorboard_begin),
+            Seam(INTEGRATIONS, end, ("self", "args"), _over("tensorboard")),
         )
     )
 
@@ -406,6 +419,21 @@ def _mlflow_start_run(
     if "mlflow" not in runtime.runs.mine:  # else it is one within that one
         runtime.runs.opened("mlflow", str(run.info.run_id))
     return run
+
+
+@while_active
+def _tensorboard_begin(
+    runtime: Runtime, original: Any, self: Any, args: Any, log_dir: str | None = None
+) -> None:
+    """A run is a folder, which has the time in its name unless the script names it."""
+    log_dir = runtime.runs.to_continue("tensorboard") or log_dir
+    if not hasattr(self, "logging_dir"):  # transformers 4
+        original(self, args, log_dir)
+    else:
+        self.logging_dir = log_dir or self.logging_dir
+        original(self, args)
+    if self.tb_writer is not None:
+        runtime.runs.opened("tensorboard", str(self.tb_writer.log_dir))
 
 
 def go_on_here(runtime: Runtime) -> None:

@@ -158,19 +158,32 @@ def _init_arguments(original: Any, self: Any) -> None:
 def _determine_best_metric(
     runtime: Runtime, original: Any, self: Any, metrics: Any, trial: Any
 ) -> Any:
-    if not _know_the_best(self, runtime):
-        return original(self, metrics, trial)
-    return self.state.best_global_step == self.state.global_step
+    shared = _shared.get(self)
+    if shared is not None and _know_the_best(self, runtime):
+        return _best_step(self) == self.state.global_step
+    found = original(self, metrics, trial)
+    if found and shared is not None:
+        shared.best_step = self.state.global_step
+    return found
 
 
 def _know_the_best(trainer: Any, runtime: Runtime) -> bool:
     """A process that fast-forwards has no metrics. Whether a step was the best so far, and so was
     saved with a barrier, it knows from its peers' state. False: this process decides by its metrics."""
     shared = _shared.get(trainer)
-    if runtime.live or shared is None or shared.best_step is None:
+    if runtime.live or shared is None or not shared.peers_state:
         return False
-    trainer.state.best_global_step = shared.best_step
+    trainer.state.best_global_step = json.loads(shared.peers_state["state"])["best_global_step"]
     return True
+
+
+def _best_step(trainer: Any) -> int | None:
+    """Whose evaluation was the best so far, as this process has found, or its peers have."""
+    shared = _shared.get(trainer)
+    if shared is None:
+        return None
+    best: int | None = shared.peers_state.get("best_step", shared.best_step)
+    return best
 
 
 @while_active
@@ -319,10 +332,10 @@ def _checkpoint(
     while True:
         published = _write(write, self, Path(run_dir), Path(final))
         # Only now: one that has just come back to its peers has their state since the barrier.
-        best = state.best_global_step == state.global_step
+        best = state.global_step in (state.best_global_step, _best_step(self))
         if not best or _published_by_any(runtime, published):
             break
-    if best:
+    if state.best_global_step == state.global_step:
         state.best_model_checkpoint = final
     if self.args.push_to_hub and runtime.live:
         self._push_from_checkpoint(final)
@@ -404,16 +417,11 @@ class SharedTrainerState(FollowsTheScript):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer: weakref.ref[Any] = weakref.ref(trainer)
-        self._peers_state: dict[str, Any] | None = None
-
-    @property
-    def best_step(self) -> int | None:
-        """The peers' best step, until this process has arrived at their position."""
-        return (
-            json.loads(self._peers_state["state"])["best_global_step"]
-            if self._peers_state
-            else None
-        )
+        self.peers_state: dict[str, Any] = {}
+        """Until this process has arrived at their position; then empty."""
+        self.best_step: int | None = None
+        """Whose evaluation was the best so far. Trainer's own knows it not always: with transformers 4.57 not
+        under `save_strategy="best"`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data; empty once the Trainer is gone."""
@@ -429,12 +437,13 @@ class SharedTrainerState(FollowsTheScript):
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
             "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
+            "best_step": self.best_step,
             "flos": trainer.current_flos,  # an int at 0, which travels as a different tensor from 0.0
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep a peer's state until this process has arrived at its position."""
-        self._peers_state = state
+        self.peers_state = state
 
     def is_past(self, state: dict[str, Any], *, told: bool) -> bool:
         """Epochs are counted anew from the checkpoint with which it begins: one about which
@@ -445,10 +454,10 @@ class SharedTrainerState(FollowsTheScript):
 
     def arrive(self) -> None:
         """This process has arrived at its peer's position: load the peer's state."""
-        trainer, found, self._peers_state = self._trainer(), self._peers_state, None
+        trainer, found, self.peers_state = self._trainer(), self.peers_state, {}
         if trainer is None or not found:
             return
-        mine = trainer.state
+        mine, self.best_step = trainer.state, found["best_step"]
         for name, value in json.loads(found["state"]).items():
             if not name.startswith("is_"):  # whether this process is the first, and such
                 setattr(mine, name, value)

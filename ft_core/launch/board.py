@@ -13,6 +13,7 @@ states they serve: a card per rank, where each rank has a part of the state.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -20,6 +21,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import tempfile
 import time
 import zlib
@@ -33,6 +35,8 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIG
 """Has a process print the stacks of all of its threads."""
 LEADER_LOOK_S = 0.05
 """How often a process that waits for the leader looks at the board: only the supervisor is woken."""
+SCRIPT = 1 << 62
+"""As the number of a training: all of the script, and what it writes."""
 _RANKS_AT, _RANKS = 64, 128
 _WRITES_AT, _LOST_AT, _PLACE_BYTES = 1088, 1184, 96
 _ERROR_AT, _ERROR_BYTES = 1280, 768
@@ -61,6 +65,7 @@ class Seen:
         error: with which it ends, in one line; "": it has told none.
         writes: where its script may be writing by itself, for all; "": nowhere.
         lost: where a life of this child has died in that, and no process has come since; "": nowhere.
+        done: its script has ended, and has written all.
     """
 
     joined: bool = False
@@ -72,6 +77,7 @@ class Seen:
     error: str = ""
     writes: str = ""
     lost: str = ""
+    done: bool = False
 
 
 class Board:
@@ -127,8 +133,8 @@ class Board:
         writes, lost = (
             _text_in(self._memory, at + text_at, _PLACE_BYTES) for text_at in (_WRITES_AT, _LOST_AT)
         )
-        over = training > 0
-        return Seen(bool(joined), step, commits, bool(leads), over, hung, error, writes, lost)
+        over, done = training > 0, training == SCRIPT
+        return Seen(bool(joined), step, commits, bool(leads), over, hung, error, writes, lost, done)
 
     def card(self, child: int) -> dict[str, Any] | None:
         """What a child has said about its state; None: nothing, or it is just being written."""
@@ -178,7 +184,7 @@ class Slot:
         self._keepers_at = len(self._memory) - _SLOT_BYTES
         self.there = memory is not None
         """Whether a supervisor has started this process. Read only."""
-        self._joined, self._commits = False, 0
+        self._joined, self._over, self._commits = False, False, 0
 
     def join(self) -> None:
         """This process takes part in a quorum of the training. Call it before the first vote, hence
@@ -200,7 +206,14 @@ class Slot:
     def training(self, number: int, *, over: bool) -> None:
         """This process begins training `number` of its script, counted from 1; or that has ended, and it
         goes on with what follows."""
+        self._over = over
         self._set(_TRAINING_AT, number if over else -number)
+
+    def shut_down(self) -> None:
+        """Python shuts down, and this process may be killed in that. If its training is over, the script
+        has written all, unless it ends with an error."""
+        if self._over and not hasattr(sys, "last_value"):
+            self.training(SCRIPT, over=True)
 
     def has_passed(self, number: int) -> bool:
         """Whether another process of this supervisor has ended training `number` of the script that both
@@ -251,7 +264,7 @@ class Slot:
         over = (at for at in living if self._get(at + _TRAINING_AT) > 0)
         return self._at == min(over, default=-1)
 
-    def await_leader(self, number: int = 1) -> None:
+    def await_leader(self, number: int) -> None:
         """Wait until the process that writes for all has come to the end of training `number`, or is dead.
         Not where other machines train, too."""
         while self._leader_writes(number):
@@ -341,7 +354,8 @@ def inherited(env: Mapping[str, str]) -> tuple[int, ...]:
 def slot() -> Slot:
     """This process's slot; one that does nothing where no supervisor has started it.
 
-    From the first call on the process prints its stacks on the board when the supervisor asks for them.
+    From the first call on the process prints its stacks on the board when the supervisor asks for them, and
+    says there when it has come to its end.
     """
     told = os.environ.get(ENV_BOARD, "")
     if not told:
@@ -360,7 +374,9 @@ def slot() -> Slot:
             stacks, _stacks_at(shared, child, int(os.environ.get("LOCAL_RANK", 0))), os.SEEK_SET
         )
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
-    return Slot(memory, wake, child, whole=bool(whole))
+    found = Slot(memory, wake, child, whole=bool(whole))
+    atexit.register(found.shut_down)
+    return found
 
 
 @contextlib.contextmanager

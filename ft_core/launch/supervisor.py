@@ -166,14 +166,15 @@ class Roster:
         others = [c for c in self.children if c is not child]
         if exit_code and not child.seen.over and child in self.witnesses:
             self.witnesses.remove(child)
-        if exit_code and child.seen.leads and not self.policy.elsewhere:
+        whole = exit_code == 0 or child.seen.done
+        if child.seen.leads and not whole and not self.policy.elsewhere:
             self.unwritten = child.number, exit_code
             self.witnesses = [
                 c
                 for c in others
                 if c.seen.over or (c.seen.joined and (c.running or c.exit_code == 0))
             ]
-        child.seen.leads = child.seen.leads and exit_code == 0
+        child.seen.leads = child.seen.leads and whole
         if exit_code == 0:
             return f"replica group {child.number} has finished"
         child.history = (*child.history[-REMEMBERED:], death)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import pty
@@ -478,12 +479,17 @@ def test_opted_out_the_section_is_an_unknown_key(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_accelerate_config_asks_our_questions_too(tmp_path: Path) -> None:
     """On a real terminal, as Accelerate's menus want one."""
+    from accelerate.commands.config import cluster
+
     path = tmp_path / "answered.yaml"
     answers = [
         ("In which compute environment", MENU[0]),
         ("Which type of machine", MENU[1]),
         ("How many different machines", "\n"),
         ("checked while running", "\n"),
+        *(
+            [("(IPEX)", "\n")] if "(IPEX)" in inspect.getsource(cluster) else []
+        ),  # Accelerate 1.11 asks
         ("launch mpirun", "\n"),
         ("torch dynamo", "\n"),
         ("How many processes", "4\n"),

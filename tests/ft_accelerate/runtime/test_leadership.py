@@ -11,7 +11,7 @@ import pytest
 
 from ft_accelerate.runtime.leadership import Leadership, OwnWrites, Saves
 from ft_accelerate.runtime.script_position import ScriptPosition
-from ft_core.launch.board import Board, Slot
+from ft_core.launch.board import SCRIPT, Board, Slot
 from ft_core.replica.status import Participation
 from tests.harness.waiting import PATIENCE_S
 
@@ -71,7 +71,9 @@ def test_at_the_end_it_waits_for_the_main_process(
     if dies:
         board.died(0)
     else:
-        main.training(1, over=True)
+        main.training(1, over=True)  # end_training, and the script goes on
+        assert waiting.is_alive()
+        main.training(SCRIPT, over=True)
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
     assert written == (["last"] if dies else [])

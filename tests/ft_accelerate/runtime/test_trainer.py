@@ -176,7 +176,6 @@ def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
         *BEST,
         kills=kills,
         TRAINER_REPORT_TO=" ".join(trackers) or "none",
-        TENSORBOARD_LOGGING_DIR=str(out / "tensorboard" / "one"),
         WANDB_MODE="offline",
         WANDB_DIR=str(out),
         MLFLOW_TRACKING_URI=f"sqlite:///{out}/mlflow.db",
@@ -185,7 +184,7 @@ def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
     assert sorted(tracked) == sorted([*range(5, 40, 5), 13, 26, 39, 39])  # each row once
     assert "39/39" in said
     if "tensorboard" in trackers:
-        assert in_tensorboard(out / "tensorboard", "train/loss") == list(range(5, 40, 5))
+        assert in_tensorboard(out / "checkpoints" / "runs", "train/loss") == list(range(5, 40, 5))
     if "mlflow" in trackers:
         assert in_mlflow(out / "mlflow.db", "Default", "loss") == list(range(5, 40, 5))
     if "wandb" in trackers:

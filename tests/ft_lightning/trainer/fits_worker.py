@@ -7,6 +7,7 @@ Each fit trains on data of its own and appends its result to `<log>/<name>.fits`
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import Any
 
@@ -34,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "unlike": False,  # the groups begin with weights of their own
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
-    # "after:<fit>"
+    # "after:<fit>", "exit": when Python shuts down
     "holds": [],
 }
 
@@ -96,6 +97,7 @@ def data(fold: int) -> DataLoader[Any]:
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     files = Log(options["log"], process_name(), options["holds"])
+    atexit.register(files.at, "exit")
     if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
         files.begin_life()
         files.ready()

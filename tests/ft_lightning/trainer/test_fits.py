@@ -330,6 +330,23 @@ def test_the_leader_dies_in_the_scripts_own_save_after_the_fit(tmp_path: Path) -
     assert digest(state) == done["digest"]
 
 
+def test_the_leader_dies_when_python_shuts_down_and_nothing_is_missing(tmp_path: Path) -> None:
+    """Its script had written all, and the launcher said that something is missing, and failed."""
+    options: dict[str, Any] = {"fits": 1, "devices": 2, "saves": True}
+    with running(tmp_path, worker=WORKER, holds=["final", "exit", "life:2"], **options) as run:
+        supervisor = run.start()
+        run.until(lambda: any(run._is_held(name, "final") for name in (0, 1)), "the save")
+        leader = 0 if run._is_held(0, "final") else 1
+        run.go("final")
+        run.until_held(leader, "exit")
+        os.kill(run.lines(leader, "fits")[0]["pid"], signal.SIGKILL)
+        run.until(lambda: "was killed by SIGKILL" in run.output(), "the supervisor to see it")
+        run.go("exit")
+        run.wait(supervisor)
+    assert (tmp_path / "final.ckpt").exists()
+    assert "missing" not in run.output()
+
+
 EVICTED = """
 import sys
 from pathlib import Path
