@@ -457,7 +457,8 @@ class SharedTrainerState(FollowsTheScript):
         trainer, found, self.peers_state = self._trainer(), self.peers_state, {}
         if trainer is None or not found:
             return
-        mine, self.best_step = trainer.state, found["best_step"]
+        mine = trainer.state
+        self.best_step = found.get("best_step")  # none in what an older version has kept
         for name, value in json.loads(found["state"]).items():
             if not name.startswith("is_"):  # whether this process is the first, and such
                 setattr(mine, name, value)
