@@ -59,8 +59,8 @@ class Checker:
     - The longest times without a commit of any replica group, and which faults they followed.
     """
 
-    def __init__(self, *, one_lineage: bool) -> None:
-        self._one_lineage = one_lineage
+    def __init__(self, *, one_lineage: bool, ranks: int = 1) -> None:
+        self._one_lineage, self._ranks = one_lineage, ranks
         self._digests: dict[tuple[int, int, str], str] = {}
         self._lineages: dict[int, str] = {}  # by step, of the branch that is trained
         self._order: deque[tuple[int, int, str]] = deque()
@@ -120,14 +120,18 @@ class Checker:
         first = self._lineages.setdefault(step, lineage)
         if first == lineage:
             return
-        holders = [
-            f"group {g} rank {r} at step {held}"
+        holding = [
+            (g, r, held)
             for (g, r), (held, of, _) in sorted(self.state_of.items())
             if held >= step and self._lineages.get(held) == of and g not in unheard
         ]
+        # A group that heals may have lost its source when some of its ranks have the state: it holds none.
+        whole = Counter(g for g, _, _ in holding)
+        holders = [(g, r, held) for g, r, held in holding if whole[g] == self._ranks]
         if holders:
+            told = ", ".join(f"group {g} rank {r} at step {held}" for g, r, held in holders)
             self.violations.append(
-                f"S2: step {step} has two lineages: {first}, held by {', '.join(holders)}; and "
+                f"S2: step {step} has two lineages: {first}, held by {told}; and "
                 f"{lineage}, of group {group} rank {rank}"
             )
         else:  # the job went back, as it must

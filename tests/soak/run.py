@@ -102,7 +102,7 @@ class Soak:
         self.shape, self.faults, self.seconds = shape, faults, seconds
         self._pause_s, self._timeout_s, self._say = pause_s, timeout_s, say
         self._log_path = log
-        self.checker = Checker(one_lineage=shape.mode != GROUP)
+        self.checker = Checker(one_lineage=shape.mode != GROUP, ranks=shape.ranks)
         self.endings: dict[str, int] = {}
         """Ends that no fault explains, by what was said."""
         self.settled = False

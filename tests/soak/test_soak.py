@@ -62,6 +62,16 @@ def test_what_the_checker_notices() -> None:
     checker.step(0, 0, _step(1, "d"), 10.5)
     checker.step(0, 0, _step(2, "e"), 10.5)
     assert len(checker.violations) == found, "the job went back, as it must"
+    pairs = Checker(one_lineage=True, ranks=2)
+    for step, lineage in ((1, "a"), (2, "b")):
+        pairs.step(0, 1, _step(step, lineage), 1.0)
+    pairs.step(1, 0, _step(1, "c"), 1.1)
+    assert not pairs.violations, (
+        "rank 0 had not healed when its source died: the group held nothing"
+    )
+    pairs.step(1, 1, _step(1, "c"), 1.1)
+    pairs.step(0, 0, _step(1, "d"), 1.2)
+    assert "held by group 1 rank 0 at step 1, group 1 rank 1" in pairs.violations[-1]
     own = Checker(one_lineage=False)
     for lineage in "ab":
         own.step(0, 0, _step(1, lineage), 1.0)
