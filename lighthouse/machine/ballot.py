@@ -13,7 +13,8 @@ often it was updated since the last commit, and a digest of a part of it. Member
 from what more than half of the others say hold another state. Where counts have no majority, the largest
 one counts: a loop that has caught an exception has left out an update, and has not made one more.
 Members that have healed since the last commit do not decide what is right. If a member turns out to differ that
-they may have healed from, they are suspect until the next commit: one that says no digest differs, too. Where digests have no
+they may have healed from, they are suspect until the next commit: one that says no digest differs, too. If the loop of a
+member says that it has changed the state that it served, which is right, all that have healed are torn, whatever they say. Where digests have no
 majority no member can tell which state is the right one, once all have said theirs: a no says nothing
 of its sender's state, discards the step, and all compare again in its next attempt.
 """

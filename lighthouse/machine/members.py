@@ -447,8 +447,11 @@ class History:
 
     def is_different(self, replica_id: str, why: str) -> None:
         """The state of `replica_id` is not its peers', which it is told."""
-        self.others_healed_from(replica_id)
-        self.torn.discard(replica_id)
+        if replica_id in self.torn:  # as are all that may have read the same; no other is suspect
+            self.torn.discard(replica_id)
+            self.unproven.discard(replica_id)
+        else:
+            self.others_healed_from(replica_id)
         self.different[replica_id] = why
         if len(self.different) > REMEMBERED_DECISIONS:
             self.different.popitem(last=False)
