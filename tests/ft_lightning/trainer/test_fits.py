@@ -12,13 +12,18 @@ import torch
 
 from ft_core.launch.restarts import OVER_EXIT_CODE
 from lighthouse import LighthouseServer
-from tests.ft_lightning.harness import ASKS, running
+from tests.ft_lightning.harness import ASKS, Run, running
 from tests.harness import workers
 from tests.harness.script import digest
 
 pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("fits_worker.py")
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def results(run: Run, name: int) -> list[dict[str, Any]]:
+    """What each fit of a group has ended with, whichever of its lives."""
+    return [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
 
 
 def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
@@ -84,10 +89,7 @@ def test_a_fit_that_is_over_is_passed_over_with_its_results(
         if place == "step:2:2":
             assert run.output().count("ft_lightning: group 1 is gone (") == 1
             assert run.output().count("ft_lightning: group 1 is back at step ") == 1
-    ended = [
-        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
-        for name in (0, 1)
-    ]
+    ended = [results(run, name) for name in (0, 1)]
     assert ended[1] == [ended[0][0], *ended[0]]
     assert {line["fit"] for line in run.lines(1, "trained") if line["pid"] == back.pid} == {2}
 
@@ -104,10 +106,7 @@ def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(tmp_path: Pa
         run.until(lambda: len(run.lines(1, "fits")) == 2, "the first fit to be passed over")
         run.go("after:1")
         run.wait(supervisor)
-    mine, theirs = (
-        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
-        for name in (0, 1)
-    )
+    mine, theirs = (results(run, name) for name in (0, 1))
     assert theirs == [mine[0], *mine]
     assert not list(tmp_path.rglob("*.ckpt"))
 
@@ -127,10 +126,7 @@ def test_the_leader_dies_before_it_has_recorded_the_end_of_a_fit(tmp_path: Path)
         run.until(lambda: len(run.lines(leader, "fits")) == 1, "the fit to be passed over")
         run.go("after:1")
         run.wait(supervisor)
-    mine, theirs = (
-        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
-        for name in (1 - leader, leader)
-    )
+    mine, theirs = (results(run, name) for name in (1 - leader, leader))
     assert [line["step"] for line in mine] == [4, 4]
     assert theirs == mine
 
@@ -170,10 +166,7 @@ def test_one_that_comes_back_just_when_a_fit_ends_passes_over_it(
         run.until(lambda: run.events(killed, *ASKS) > asked, "the next life to ask for a quorum")
         run.go(place)
         run.wait(supervisor)
-    mine, theirs = (
-        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
-        for name in (holds, killed)
-    )
+    mine, theirs = (results(run, name) for name in (holds, killed))
     assert [line["fit"] for line in mine] == [1, 2]
     assert theirs == mine
 
@@ -203,10 +196,7 @@ def test_one_that_comes_back_when_the_process_that_has_ended_the_fit_is_dead_too
         run.go("life:2")
         run.go("after:1")
         run.wait(supervisor)
-    mine, theirs = (
-        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
-        for name in (0, 1)
-    )
+    mine, theirs = (results(run, name) for name in (0, 1))
     assert mine == [theirs[0], *theirs]
     assert [line["fit"] for line in theirs] == [1, 2]
 
