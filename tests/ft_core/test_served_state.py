@@ -234,7 +234,7 @@ class Reading:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._comes, self._goes = threading.Event(), threading.Event()
-        self._fetch = data_plane.fetch
+        self.reads, self._fetch = 0, data_plane.fetch
         monkeypatch.setattr(data_plane, "fetch", self._read)
 
     def let_in(self, source: LargeReplica) -> None:
@@ -246,6 +246,7 @@ class Reading:
     def _read(self, *args: Any, **options: Any) -> Any:
         assert self._comes.wait(PATIENCE_S)
         self._comes.clear()
+        self.reads += 1
         try:
             return self._fetch(*args, **options)
         finally:
@@ -260,7 +261,7 @@ def test_a_loop_that_changes_what_it_serves_costs_one_step(
     reading = Reading(monkeypatch)
     with lighthouse() as server:
         source, *others = (QueueReplica(server, name, bypass, reading) for name in "abc")
-        begun, over = threading.Event(), threading.Event()
+        begun, over, reads = threading.Event(), threading.Event(), list[int]()
 
         def train() -> None:
             source.run_to(3)
@@ -275,11 +276,12 @@ def test_a_loop_that_changes_what_it_serves_costs_one_step(
                 while not other.step():
                     pass
                 other.close()
+                reads.append(reading.reads)
             over.set()
 
         replicas(train, come_and_go)
         assert [len(other.healed[-1]) for other in others] == [1, 1]
-        assert [len(other.healed) for other in others] == [2, 1]
+        assert reads == [2, 3]  # the first may not have been loaded when the source's no comes
         assert [
             reason for reason in source.discards if CHANGED_WHILE_SERVED in reason
         ] == source.discards[:1]
