@@ -310,8 +310,8 @@ class Attempts:
         step.check()
         if self._state.shares is not None:
             step.bind()  # a commit moves them, by the members of this very quorum
-        if not self._state.unchanged():
-            session.control.submit(events.ServedTorn(CHANGED_WHILE_SERVED))
+        self._state.release()
+        if not self.tell_if_torn():
             step.fail(RuntimeError(CHANGED_WHILE_SERVED))
         status, digest = session.control.status, None
         settled = status.attempt is Attempt.BOUND and not status.healing
@@ -337,6 +337,21 @@ class Attempts:
             digest=b"" if digest is None else digest.finish(),
             admits=admits,
         )
+
+    def close(self) -> None:
+        """This rank leaves for good, maybe in a step."""
+        self.compared.clear()
+        if self._session is not None:
+            self.tell_if_torn()
+
+    def tell_if_torn(self) -> bool:
+        """Before a vote, or before this rank leaves its quorum without one: tell the others if the loop has
+        changed what they may have read. Whether it has not."""
+        control = self.session.control
+        if self._state.unchanged(control.status):
+            return True
+        control.submit(events.ServedTorn(CHANGED_WHILE_SERVED))
+        return False
 
     def _digest(self, status: ReplicaStatus) -> Digest | None:
         """The digest of what members compare at this step, or of all of it if a member has healed."""
@@ -377,7 +392,7 @@ class Attempts:
         self.last_outcome, part = outcome, self.step.part
         seconds = time.monotonic() - self._began_at
         if outcome.committed:
-            self._state.updates = 0
+            self._state.committed()
             if status.published is not None:
                 # The optimizer is next. All members have voted, the healed ones too, so that none
                 # reads the state any more, except where a group acts on its own vote.
@@ -459,6 +474,8 @@ class Attempts:
         self.step.drain()
         self.step.part = self.step.bound_at = None
         self._untaken = self.behind = False
+        if isinstance(event, events.Rejoin):
+            self.tell_if_torn()
         if not isinstance(event, events.Rejoin) or event.discard_state:
             self._state.updates = NOT_COUNTED
         session.control.submit(event)

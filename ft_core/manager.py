@@ -633,7 +633,7 @@ class Manager:
         if self._closed:
             return
         self._closed = True
-        self._attempts.compared.clear()
+        self._attempts.close()
         self.state.sharded_models.clear()
         if finished and self._options.trains:
             kept_files.forget(self._options.job_id)

@@ -54,7 +54,7 @@ from ft_core.launch.board import slot
 from ft_core.launch.kept import Card, Version
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.replica.shares import Shares
-from ft_core.replica.status import INITIAL
+from ft_core.replica.status import INITIAL, ReplicaStatus
 from ft_core.shell.session import Session
 from lighthouse.wire.messages import NOT_COUNTED
 
@@ -108,6 +108,7 @@ class State:
         self._read_in_step: set[str] = set()
         self._preallocated: list[PreallocatedState] = []
         self._served: Seen = []
+        self._watched: Seen = []  # in the first steps, whether or not a peer reads
         self._copies = False
         """Whether peers are given copies, since the loop changes large tensors before its vote."""
         self.whole: Callable[[], bool] = lambda: True
@@ -289,8 +290,9 @@ class State:
         session.plane.withhold(*position, reason)
 
     def check(self, *, allow_objects: bool) -> None:
-        """Raise UnsupportedObjectError if something in the state can't travel. Copies no tensor; saves,
-        as each heal does. What the user's code raises meanwhile is logged: it may work later."""
+        """A step begins: raise UnsupportedObjectError if something in the state can't travel, and watch
+        whether the loop changes it before the vote. Copies no tensor; saves, as each heal does. What the
+        user's code raises meanwhile is logged: it may work later."""
         try:
             tree = self.save()
         except Exception as error:
@@ -299,6 +301,17 @@ class State:
             )
             return
         pack(tree, allow_objects)
+        self._watched = _seen(tree)
+
+    def release(self) -> None:
+        """Before a vote: free what `prepare` has allocated. A state was received into it by now, or none
+        will be."""
+        for optimizer_state in self._preallocated:
+            optimizer_state.drop()
+
+    def committed(self) -> None:
+        """A step was committed: the loop's update is next."""
+        self.updates, self._served = 0, []
 
     def retire(self, session: Session, *, copy: bool = False) -> None:
         """The state may change from now on: stop serving it. `copy`: serve copies of what peers have
@@ -307,17 +320,17 @@ class State:
         self.shows, self._shown = False, None
         (session.plane.freeze if copy else session.plane.retire)()
 
-    def unchanged(self) -> bool:
-        """Before a vote: whether the tensors that a peer may be reading are as they were when the
-        step began. If they are not, copies are served from the next time on."""
-        for optimizer_state in self._preallocated:
-            optimizer_state.drop()
-        served, self._served = self._served, []
-        unchanged = _as_seen(served)
-        if not unchanged:
-            log.warning(CHANGED_WHILE_SERVED)
-            self._copies = True
-        return unchanged
+    def unchanged(self, status: ReplicaStatus) -> bool:
+        """Before a vote: whether the tensors that a peer may have read are as they were when they were
+        first served, in this attempt at the step or an earlier one. If they are not, or if the loop
+        changes such tensors in its first steps, copies are served from the next time on."""
+        watched, self._watched = self._watched, []
+        self._copies = self._copies or not _as_seen(watched)
+        if status.published is None or _as_seen(self._served):  # else what was served is withdrawn
+            return True
+        log.warning(CHANGED_WHILE_SERVED)
+        self._copies, self._served = True, []
+        return False
 
     def offer(self, *, behind: bool) -> None:
         """A step begins whose loop does not wait for its heal. If it is `behind`, what it computes

@@ -166,7 +166,7 @@ class Replica:
         effects = self._serve_nothing(event.reason) + self._fail(event.reason, now, torn=True)
         if self._vote is None:  # a newer quorum has failed the attempt
             return effects + self._vote_no(event.reason, now, phase=self._phase(), torn=True)
-        if not self._vote.torn:  # its no was of something else
+        if not (self._vote.ok or self._vote.torn):  # its no was of something else
             self._vote = replace(self._vote, torn=True)
             effects += self._send_vote(now)
         return effects

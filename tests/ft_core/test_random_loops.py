@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ft_core.errors import QuorumUnavailable, StepInDoubt
+from ft_core.state import LARGE_BYTES
 from lighthouse.machine.announce import Effect, Send
 from lighthouse.wire.messages import TORN, Quorum, Revoke
 from tests.harness.cluster import Replica, lighthouse, one_of_two, rendezvous, replicas
@@ -25,7 +26,7 @@ STEPS, MORE = 24, 4
 
 Weights = dict[tuple[int, str], list[float]]
 
-HARMLESS = ("abandon", "report", "be_hasty", "begin_twice", "insist")
+HARMLESS = ("abandon", "report", "be_hasty", "begin_twice", "insist", "write_early")
 """Mistakes that cost a loop no state, and after which it heals from none that may be wrong: one group makes
 no others, so that the job never loses all of its states."""
 WITH_ITS_STATE = (
@@ -95,6 +96,7 @@ class Loop:
         state = self.replica.manager.state_dict()
         if state["lineage"].startswith(TORN):
             return  # another rank of this group has just lost its own
+        assert len(self._queue.unique()) == 1, f"{self._name} has loaded a mixture of two states"
         version, held = (state["step"], state["lineage"]), self.replica.weights.tolist()
         assert self._seen.setdefault(version, held) == held, f"{self._name} differs at {version}"
 
@@ -108,6 +110,8 @@ class Loop:
                 raise KeyError("momentum")
             replica.weights[4:] = state["weights"][4:]
 
+        self._queue = queue = torch.zeros(2 * LARGE_BYTES // 4)
+        replica.manager.register_state_dict_fn("queue", queue.copy_, lambda: queue)
         replica.manager.register_compared("weights", lambda: [replica.weights])
         replica.manager.set_state_dict_fns(load, lambda: {"weights": replica.weights})
         return replica
@@ -128,6 +132,18 @@ class Loop:
         self.begin()
         self.replica.manager.report_error(RuntimeError("a bad batch"))
         assert not self.replica.manager.should_commit()
+
+    def write_early(self) -> None:
+        """Its forward changes a large tensor, which peers may be reading, before the vote. Within a step a
+        receiver sees no change of its own loop's that bypasses the counters."""
+        queue = self._queue if self._options.get("use_async_quorum") else self._queue.data
+        first, last = queue.chunk(2)
+        self.replica.manager.start_quorum()
+        first.fill_(value := self._rng.random())
+        reduced = self.replica.reduce(self._rng.random())
+        last.fill_(value)
+        if self.replica.manager.should_commit():
+            self.update(reduced)
 
     def be_hasty(self) -> None:
         with suppress(QuorumUnavailable, StepInDoubt):

@@ -23,7 +23,7 @@ def gone(pid: int) -> bool:
     """Whether this process has ended, waited for or not."""
     try:
         return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or before it is read
         return True
 
 
