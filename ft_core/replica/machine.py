@@ -526,6 +526,8 @@ class Replica:
             return []
         if message.differs and not self.lineage.startswith(TORN):
             return self._discard_state(message.reason, now)
+        if message.differs:  # what it has fetched, or fetches now
+            self._fetching = self._fetched = None
         if self.stage not in (Stage.WAITING, Stage.MEMBER):
             return []  # joining: the answer to something older
         in_doubt, self.reason = self.attempt is Attempt.VOTED, message.reason

@@ -5,6 +5,7 @@ for ever. So too where the lighthouse's answers are lost, repeated, late or made
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from lighthouse.wire.messages import TORN, Quorum, Revoke
 from tests.harness.cluster import Replica, lighthouse, one_of_two, rendezvous, replicas
 
 HASTY = timedelta(milliseconds=1)
+FORWARD_S = 0.02
 STEPS, MORE = 24, 4
 """Steps that are committed while loops make mistakes, and after."""
 
@@ -140,8 +142,9 @@ class Loop:
         first, last = queue.chunk(2)
         self.replica.manager.start_quorum()
         first.fill_(value := self._rng.random())
-        reduced = self.replica.reduce(self._rng.random())
+        time.sleep(self._rng.random() * FORWARD_S)
         last.fill_(value)
+        reduced = self.replica.reduce(self._rng.random())
         if self.replica.manager.should_commit():
             self.update(reduced)
 
