@@ -226,6 +226,9 @@ class Attempts:
                 reason = f"loading the healed state raised {type(error).__name__}: {error}"
                 self.rejoin(events.Rejoin(reason))
                 raise
+        # The loop may be in its step already, where the quorum has become another one.
+        if not self.tell_if_torn():
+            return
         self._state.serve(session)
         self.step.part = self.part(control.submit(events.Entered()))
         self._slot.join()
@@ -310,7 +313,7 @@ class Attempts:
         step.check()
         if self._state.shares is not None:
             step.bind()  # a commit moves them, by the members of this very quorum
-        self._state.release()
+        self._state.before_vote()
         if not self.tell_if_torn():
             step.fail(RuntimeError(CHANGED_WHILE_SERVED))
         status, digest = session.control.status, None
@@ -345,8 +348,8 @@ class Attempts:
             self.tell_if_torn()
 
     def tell_if_torn(self) -> bool:
-        """Before a vote, or before this rank leaves its quorum without one: tell the others if the loop has
-        changed what they may have read. Whether it has not."""
+        """Before a vote, and before what is served is forgotten: tell the others if the loop has changed
+        what they may have read. Whether it has not."""
         control = self.session.control
         if self._state.unchanged(control.status):
             return True

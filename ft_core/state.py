@@ -303,11 +303,13 @@ class State:
         pack(tree, allow_objects)
         self._watched = _seen(tree)
 
-    def release(self) -> None:
-        """Before a vote: free what `prepare` has allocated. A state was received into it by now, or none
-        will be."""
+    def before_vote(self) -> None:
+        """Free what `prepare` has allocated: a state was received into it by now, or none will be. If the
+        loop changes large tensors in its first steps, copies are served from the next time on."""
         for optimizer_state in self._preallocated:
             optimizer_state.drop()
+        watched, self._watched = self._watched, []
+        self._copies = self._copies or not _as_seen(watched)
 
     def committed(self) -> None:
         """A step was committed: the loop's update is next."""
@@ -321,11 +323,9 @@ class State:
         (session.plane.freeze if copy else session.plane.retire)()
 
     def unchanged(self, status: ReplicaStatus) -> bool:
-        """Before a vote: whether the tensors that a peer may have read are as they were when they were
-        first served, in this attempt at the step or an earlier one. If they are not, or if the loop
-        changes such tensors in its first steps, copies are served from the next time on."""
-        watched, self._watched = self._watched, []
-        self._copies = self._copies or not _as_seen(watched)
+        """Whether the tensors that a peer may have read are as they were when they were first served, in
+        this attempt at the step or an earlier one. If they are not, copies are served from the next time
+        on."""
         if status.published is None or _as_seen(self._served):  # else what was served is withdrawn
             return True
         log.warning(CHANGED_WHILE_SERVED)

@@ -85,11 +85,10 @@ class Replica:
         self._before = (template.step, template.lineage)  # position before the last vote
         self._unattended = False  # voted, and the loop does not wait for the answer
         self._unread: events.ReplicaEvent | None = None  # the first message since
+        self._untold = ""  # why what it has served is torn, which it says under its next quorum
         self._unanswered: messages.Vote | None = None  # per-group commit: decision still to come
         self._loop_waits = False  # at its step's boundary: it uses neither the state nor the group
-        self._pardoned = (
-            False  # evicted as hung in this attempt: a loop that only waits does not hang
-        )
+        self._pardoned = False  # evicted as hung in this attempt: one that only waits does not hang
         self._begun = 0  # attempts, all in all
         self._spent_in_group = 0  # of them, by this rank or another one of its group
         self._left = 0  # how often
@@ -164,11 +163,12 @@ class Replica:
 
     def _on_served_torn(self, event: events.ServedTorn, now: float) -> list[Effect]:
         effects = self._serve_nothing(event.reason) + self._fail(event.reason, now, torn=True)
-        if self._vote is None:  # a newer quorum has failed the attempt
-            return effects + self._vote_no(event.reason, now, phase=self._phase(), torn=True)
-        if not (self._vote.ok or self._vote.torn):  # its no was of something else
+        if self._vote is None:  # a newer quorum has failed the attempt, or there is none now
+            effects += self._vote_no(event.reason, now, phase=self._phase(), torn=True)
+        elif not (self._vote.ok or self._vote.torn):  # its no was of something else
             self._vote = replace(self._vote, torn=True)
             effects += self._send_vote(now)
+        self._untold = event.reason if self._vote is None else ""
         return effects
 
     def _on_stop_waiting(self, event: events.StopWaiting, now: float) -> list[Effect]:
@@ -275,10 +275,8 @@ class Replica:
         return [events.TryToReach(message.members)]
 
     def _on_tried(self, event: events.Tried, now: float) -> list[Effect]:
-        job, own_id = self._template.job, self.replica_id
-        return [
-            Transmit(messages.ReachReport(job, own_id, event.missed, event.reached, event.silence))
-        ]
+        said = self._template.job, self.replica_id, event.missed, event.reached, event.silence
+        return [Transmit(messages.ReachReport(*said))]
 
     def _on_fetched(self, event: events.Fetched, now: float) -> list[Effect]:
         fetch = event.fetch
@@ -450,6 +448,7 @@ class Replica:
         self.view = View.of(message, members, old.members if old is not None else ())
         self._knows = True
         self.reason = message.reason
+        untold, self._untold = self._untold, ""
         self._vote = self._unanswered = None
         self._revoked, self._grace_at = False, None
         self._resend_at = now + self._resend_s
@@ -468,6 +467,8 @@ class Replica:
         if not self.healed and not mine.healing:
             # The lighthouse takes this state for another one: a no says which it is.
             return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)
+        if untold and self.healed:
+            effects += self._vote_no(untold, now, phase=self._phase(), torn=True)
         if in_group and self._spent > message.attempt:  # the other ranks must hear of it
             effects += self._vote_no("lost its step before", now, phase=self._phase())
         return effects

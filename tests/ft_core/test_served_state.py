@@ -221,6 +221,8 @@ class QueueReplica(LargeReplica):
         self.reading, self.writes, self.healed = reading, 0, list[list[float]]()
         self.writing = self.discards_first = False
         """`discards_first`: its first step in which a member heals from it is discarded before it writes."""
+        self.outlasts = False
+        """It goes on with its step under the quorum after the one in which a member has healed from it."""
         self.leaves: Callable[[Replica], Any] | None = None
         """How it leaves, rather than vote, when a member has healed from it."""
         self.manager.register_state_dict_fn("queue", self._load, lambda: self.queue)
@@ -243,6 +245,8 @@ class QueueReplica(LargeReplica):
             before, after = self.written.chunk(2)
             before.fill_(self.writes)
             read = self.reading.let_in(self)
+            if read and self.outlasts:
+                until(lambda: not self.heals_another(), "the next quorum")
             after.fill_(self.writes)
             if read and self.leaves is not None:
                 leave, self.leaves = self.leaves, None
@@ -320,6 +324,39 @@ def test_a_loop_that_changes_what_it_serves_costs_one_step(
         assert reads == ([1, 2] if known else [2, 3])
         assert sum(CHANGED_WHILE_SERVED in reason for reason in source.discards) == (not known)
         assert not source.discards_first
+
+
+def test_so_does_one_whose_step_goes_on_under_another_quorum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There the member that has read its state counts as one that holds it."""
+    reading = Reading(monkeypatch)
+    with lighthouse() as server:
+        source, late = (QueueReplica(server, name, True, reading) for name in "ab")
+        begun, over = threading.Event(), threading.Event()
+
+        def train() -> None:
+            source.run_to(2 + FIRST_CHECKS)
+            source.writing = source.outlasts = True
+            begun.set()
+            while not over.is_set():
+                source.step()
+            source.close()
+
+        def come_late() -> None:
+            assert begun.wait(PATIENCE_S)
+            late.manager.start_quorum()
+            assert len(late.healed[0]) == 2
+            late.manager.report_error(RuntimeError("a bad batch"))
+            assert not late.manager.should_commit()
+            source.outlasts = False
+            while not late.step():
+                pass
+            over.set()
+            late.close()
+
+        replicas(train, come_late)
+        assert len(late.healed) == 2 and len(late.healed[-1]) == 1
 
 
 @pytest.mark.parametrize("leave", [Replica.close, move], ids=["for good", "for a moment"])
