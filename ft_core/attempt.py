@@ -206,6 +206,7 @@ class Attempts:
             session.check_refused()
             status = control.status
             if status.attempt is Attempt.FAILED:
+                control.submit(events.Entered())
                 return
             if heal and not takes and status.healing:
                 self.behind = True
@@ -227,9 +228,8 @@ class Attempts:
                 self.rejoin(events.Rejoin(reason))
                 raise
         # The loop may be in its step already, where the quorum has become another one.
-        if not self.tell_if_torn():
-            return
-        self._state.serve(session)
+        if self.tell_if_torn():
+            self._state.serve(session)
         self.step.part = self.part(control.submit(events.Entered()))
         self._slot.join()
 

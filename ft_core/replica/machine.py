@@ -131,6 +131,8 @@ class Replica:
         # In the steady state there is nothing to wait for, to serve or to heal.
         serving = bool(self.targets or self.published)
         self._loop_waits = serving or not self.ready or not self.healed
+        if self.view is not None and self.healing and not self._revoked:
+            return self._fetch(self.view)
         return self._join(now) if self.stage is Stage.OUT else []
 
     def _fail_if_spent(self) -> None:
@@ -140,6 +142,8 @@ class Replica:
 
     def _on_entered(self, event: events.Entered, now: float) -> list[Effect]:
         self._loop_waits = False
+        if self._overwriting and not self._heal_in_step:  # the loop may change what is written now
+            self._fetching = self._fetched = None
         return []
 
     def _on_bind(self, event: events.Bind, now: float) -> list[Effect]:
@@ -315,9 +319,8 @@ class Replica:
         view = self.view
         assert view is not None
         if self.state_fetched and not self.healed:  # else it has been told meanwhile to discard it
-            self.step, self.lineage = view.step, view.lineage
+            (self.step, self.lineage), self.origin = view.position, view.origin
             self.healed, self._overwriting, self._fetched = True, False, None
-            self.origin = view.origin
         return []
 
     def _on_published(self, event: events.Published, now: float) -> list[Effect]:
