@@ -129,8 +129,7 @@ class Replica:
             self._fail_if_spent()
         self._heal_in_step = event.heal_in_step
         # In the steady state there is nothing to wait for, to serve or to heal.
-        serving = bool(self.targets or self.published)
-        self._loop_waits = serving or not self.ready or not self.healed
+        self._loop_waits = bool(self.targets or self.published) or not (self.ready and self.healed)
         if self.view is not None and self.healing and not self._revoked:
             return self._fetch(self.view)
         return self._join(now) if self.stage is Stage.OUT else []
@@ -297,10 +296,9 @@ class Replica:
         if event.denied:
             refused = messages.Refused(self._template.job, self.reason)
             return [self._goodbye(self.reason[:500]), *self._on_refused(refused, now)]
-        effects: list[Effect] = [Remark(self.reason)]
         if self.attempt is Attempt.BOUND:
-            return effects + self._fail(self.reason, now)
-        return effects + self._vote_no(self.reason, now, phase=PHASE_HEALING)
+            return [Remark(self.reason), *self._fail(self.reason, now)]
+        return [Remark(self.reason), *self._vote_no(self.reason, now, phase=PHASE_HEALING)]
 
     def _on_overwrite(self, event: events.Overwrite, now: float) -> list[Effect]:
         in_step = self.attempt in (Attempt.OPEN, Attempt.BOUND)
@@ -316,9 +314,8 @@ class Replica:
         return self._fetch(self.view)
 
     def _on_loaded(self, event: events.Loaded, now: float) -> list[Effect]:
-        view = self.view
-        assert view is not None
-        if self.state_fetched and not self.healed:  # else it has been told meanwhile to discard it
+        view, told = self.view, not self.state_fetched  # to discard it, meanwhile
+        if view is not None and not self.healed and not told:
             (self.step, self.lineage), self.origin = view.position, view.origin
             self.healed, self._overwriting, self._fetched = True, False, None
         return []
