@@ -298,6 +298,7 @@ class GroupLeader:
         key = (vote.quorum_id, vote.step)
         if any((v.quorum_id, v.step) != key for v in self._votes.values()):
             if key < max((v.quorum_id, v.step) for v in self._votes.values()):
+                self._effects += [SendUp(vote)] if vote.torn else []
                 return  # of a step that is long decided
             self._votes.clear()
         again = rank in self._votes
