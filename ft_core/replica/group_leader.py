@@ -107,6 +107,10 @@ class GroupLeader:
         self._joined = False  # the group's join was sent, and it has not left since
         self._member = False  # and has led to a quorum
         self._votes: dict[int, Vote] = {}
+        self._decided = (
+            NO_QUORUM,
+            0,
+        )  # (quorum_id, step) of the last decision that its ranks were told
         self._newest = NO_QUORUM  # the last quorum that the lighthouse has announced
         self._group_left = 0  # how often
         self._said_no: tuple[int, int] | None = None
@@ -187,12 +191,19 @@ class GroupLeader:
                 self._dismiss(message.job)
                 return
             else:
-                self._votes.clear()
-                if message.committed:
-                    self._healing = False
+                self._on_decision(message)
                 if message.next_quorum is not None:
                     message = replace(message, next_quorum=self._on_quorum(message.next_quorum))
             self._send(range(self._size), message)
+
+    def _on_decision(self, message: Decision) -> None:
+        key = (message.quorum_id, message.step)
+        if key <= self._decided:
+            return  # said once more, to a rank that had not heard it
+        self._decided = key
+        self._votes.clear()
+        if message.committed:
+            self._healing = False
 
     def _on_expelled(self, message: Expelled) -> None:
         """It concerns a group that is a member: one that has left may have joined again since what
@@ -296,10 +307,13 @@ class GroupLeader:
 
     def _on_vote(self, rank: int, vote: Vote) -> None:
         key = (vote.quorum_id, vote.step)
+        if key <= self._decided:  # which this rank has not heard, or it has more to say: alone
+            self._effects.append(SendUp(vote))
+            self._accounted_for(rank)
+            return
         if any((v.quorum_id, v.step) != key for v in self._votes.values()):
             if key < max((v.quorum_id, v.step) for v in self._votes.values()):
-                self._effects += [SendUp(vote)] if vote.torn else []
-                return  # of a step that is long decided
+                return  # of a step that is long over
             self._votes.clear()
         again = rank in self._votes
         self._votes[rank] = vote
