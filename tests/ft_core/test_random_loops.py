@@ -57,6 +57,7 @@ class Loop:
         self._rng, self._seen = random.Random(seed), seen
         self._starts = random.Random(name)  # the ranks of a group begin alike
         self._mistakes = [getattr(self, mistake) for mistake in mistakes]
+        self._keeps_its_state = not set(mistakes) & set(WITH_ITS_STATE)
         self._loads_badly = False
         self.made: Counter[str] = Counter()
         self.replica = self._start()
@@ -141,6 +142,9 @@ class Loop:
         queue = self._queue if self._options.get("use_async_quorum") else self._queue.data
         first, last = queue.chunk(2)
         self.replica.manager.start_quorum()
+        session = self.replica.manager._session
+        if not self._keeps_its_state and session is not None and session.control.status.targets:
+            return  # one that heals from this group would have to heal from it again, and it may lose its state
         first.fill_(value := self._rng.random())
         time.sleep(self._rng.random() * FORWARD_S)
         last.fill_(value)
