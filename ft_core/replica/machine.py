@@ -314,8 +314,8 @@ class Replica:
         return self._fetch(self.view)
 
     def _on_loaded(self, event: events.Loaded, now: float) -> list[Effect]:
-        view, told = self.view, not self.state_fetched  # to discard it, meanwhile
-        if view is not None and not self.healed and not told:
+        view = self.view
+        if view is not None and self.state_fetched and not self.healed:  # else told to discard it
             (self.step, self.lineage), self.origin = view.position, view.origin
             self.healed, self._overwriting, self._fetched = True, False, None
         return []

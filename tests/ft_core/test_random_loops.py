@@ -142,8 +142,7 @@ class Loop:
         queue = self._queue if self._options.get("use_async_quorum") else self._queue.data
         first, last = queue.chunk(2)
         self.replica.manager.start_quorum()
-        session = self.replica.manager._session
-        if not self._keeps_its_state and session is not None and session.control.status.targets:
+        if not self._keeps_its_state and self.replica.heals_another():
             return  # one that heals from this group would have to heal from it again, and it may lose its state
         first.fill_(value := self._rng.random())
         time.sleep(self._rng.random() * FORWARD_S)

@@ -165,6 +165,10 @@ class Replica:
         while self.manager.current_step() < step:
             self.step(gradient)
 
+    def heals_another(self) -> bool:
+        """In an open step: whether a member heals from this one's state."""
+        return bool(self.manager._session.control.status.targets)  # type: ignore[union-attr]
+
     def close(self) -> None:
         self.manager.shutdown()
 
