@@ -10,13 +10,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import itertools
 import logging
 import os
 import socket
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,7 +54,6 @@ HOSTED = timedelta(seconds=20)
 """For a store that is there, and which answers however busy it is."""
 
 _REQUESTS: tuple[type, ...] = get_args(Request)
-_managers: defaultdict[tuple[Any, ...], itertools.count[int]] = defaultdict(itertools.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,10 +383,12 @@ class GroupRendezvous:
             self._store.set_timeout(timedelta(seconds=options.timeouts.connect_timeout_s))
             if not self._key:
                 # A second manager of a rank must not find the first one's leader, nor a restarted
-                # group what its predecessor left in torchelastic's store.
+                # group what its predecessor left in torchelastic's store. The store counts them: one at the
+                # port of an earlier one begins anew.
                 life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                number = next(_managers[options.job_id, *where, self._rank])
-                self._key = f"ft_core/leader/{life}/{options.job_id}/{number}"
+                here = f"ft_core/leader/{life}/{options.job_id}"
+                number = self._store.add(f"{here}/managers of rank {self._rank}", 1)
+                self._key = f"{here}/{number}"
         return self._store
 
     def announce(self, leader: Leader) -> None:

@@ -7,6 +7,7 @@ first error.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ T = TypeVar("T")
 
 _LATE_S = 120.0
 """How late a member may be that a test does not let wait on purpose."""
+
+_AFTER_ERROR_S = 60.0
+"""How long the other replicas have when one has raised: they may wait for it."""
 
 
 @contextmanager
@@ -93,11 +97,11 @@ def as_child(board: Board, child: int) -> Iterator[None]:
 
 
 @contextmanager
-def rendezvous(groups: int) -> Iterator[list[Any]]:
-    """A store for each replica group, as its launcher would run."""
+def rendezvous(groups: int, port: int = 0) -> Iterator[list[Any]]:
+    """A store for each replica group, as its launcher would run. `port`: of the only one."""
     limit = timedelta(seconds=_LATE_S)
     yield [
-        dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+        dist.TCPStore("127.0.0.1", port, None, True, limit, wait_for_workers=False)
         for _ in range(groups)
     ]
 
@@ -177,21 +181,30 @@ def replicas(*scripts: Callable[[], Any]) -> list[Any]:
     """Run each script in a thread of its own; their results in order."""
     results: list[Any] = [None] * len(scripts)
     errors: list[BaseException] = []
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run(index: int, script: Callable[[], Any]) -> None:
         try:
             results[index] = script()
         except BaseException as error:
             errors.append(error)
+        finally:
+            ended.put(None)
 
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(scripts)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    hangs = False
+    try:
+        for _ in threads:
+            ended.get(timeout=_AFTER_ERROR_S if errors else PATIENCE_S)
+    except queue.Empty:
+        hangs = True
     if errors:
         for other in errors[1:]:  # what one raises first may be what another's end has done to it
             errors[0].add_note(f"and another: {other!r}")
         raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a replica hangs"
+    assert not hangs, "a replica hangs"
+    for thread in threads:
+        thread.join()
     return results

@@ -78,3 +78,22 @@ def test_a_rank_that_has_not_started_is_waited_for_as_long_as_the_call_says(
         never = Replica(server, "b", rank=0, **options)
         no_quorum(never.manager.start_quorum)
         never.close()
+
+
+def test_a_store_at_the_port_of_an_earlier_one_knows_nothing_of_its_managers() -> None:
+    """There a rank had made one more than the other."""
+    with lighthouse() as server:
+        with rendezvous(1) as stores:
+            port = stores[0].port
+            alone = Replica(server, "a", **one_of_two(0, stores[0], hold="shards"))
+            with pytest.raises(QuorumUnavailable):
+                alone.manager.start_quorum(timeout=timedelta(seconds=0.05))
+            alone.close()
+            stores.clear()
+        with rendezvous(1, port) as stores:
+            both = [
+                Replica(server, "a", **one_of_two(rank, stores[0], hold="shards"))
+                for rank in (0, 1)
+            ]
+            replicas(*[lambda m=member: m.run_to(1) for member in both])
+            replicas(*[member.close for member in both])
