@@ -4,7 +4,7 @@ What ft_core says of CUDA, checked on a machine with one GPU (torch 2.11 or late
 less than 9 minutes. Each check prints what it measured and its bar beside it. Members are processes that
 share the GPU: NCCL_HOSTID tells NCCL that they are on different machines, so that it takes them and
 connects them by sockets. Each check is a process of its own with a time limit, which leaves time for all checks after it,
-so one that hangs or breaks the device costs the others nothing. FILE is written after each check. Of one whose bar
+so one that hangs or breaks the device costs the others nothing. Those that measure a speed run alone. FILE is written after each check. Of one whose bar
 does not hold it has the last that its processes said; of one that had to be killed, where each of their threads was.
 
 Beside torch and numpy it needs pyzmq, msgpack and xxhash. Where they can't be installed, carry their wheels (of the machine's
@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +55,8 @@ LIMIT_S = 530.0
 CHECK_LIMIT_S = 90.0
 SHARE_S = 12.0
 """Kept for each check that is still to come."""
+AT_A_TIME = 3
+"""So many checks that measure no speed."""
 _SANITIZED = "numbers: float32"
 _SAID, _STACKS = 2_000, 12_000
 """How many characters of each are kept."""
@@ -95,7 +98,7 @@ def sanitized(place: Place) -> Answered:
     return f"clean ({_SANITIZED})", "clean", True
 
 
-CHECKS: dict[str, Callable[[Place], Answered]] = {
+CORRECT: dict[str, Callable[[Place], Answered]] = {
     "versions": versions,
     "one rank: configure and revoke": links.one_rank,
     "sums of 2 ranks": lambda place: links.sums(place, 2),
@@ -114,6 +117,9 @@ CHECKS: dict[str, Callable[[Place], Answered]] = {
     },
     "numbers: DiLoCo with int8": training.diloco,
     "sanitizer": sanitized,
+}
+"""Some at a time: most of each is the start of its processes."""
+FAST: dict[str, Callable[[Place], Answered]] = {
     "overhead and idle time": training.overhead,
     "overlap": training.overlap,
     "device to host and back": memory.copies,
@@ -123,6 +129,13 @@ CHECKS: dict[str, Callable[[Place], Answered]] = {
     },
     "heal": memory.heal,
 }
+"""One after the other, when the others are done."""
+CHECKS = CORRECT | FAST
+LATER = {
+    **{name: len(FAST) + left / AT_A_TIME for left, name in enumerate(reversed(CORRECT))},
+    **{name: left for left, name in enumerate(reversed(FAST))},
+}
+"""For how many checks time is kept while this one runs; of those that run at a time, for one."""
 
 
 def examine(place: Place, name: str) -> Finding:
@@ -243,19 +256,29 @@ def main(arguments: Sequence[str] | None = None, place: Place | None = None) -> 
         faulthandler.register(STACKS)
     give_up_at = time.monotonic() + LIMIT_S
     findings: list[Finding] = []
-    names = [options.only] if options.only else list(CHECKS)
-    for number, name in enumerate(names, 1):
-        limit_s = limit_of(give_up_at - time.monotonic(), len(names) - number)
-        finding = examine(place, name) if options.only else examine_apart(place, name, limit_s)
+
+    def note(finding: Finding) -> None:
         findings.append(finding)
         show(finding)
         if options.json is not None:
             with replace_whole(options.json) as draft:
                 draft.write_text(json.dumps([asdict(one) for one in findings], indent=1))
+
+    def apart(name: str, later: float) -> Finding:
+        return examine_apart(place, name, limit_of(give_up_at - time.monotonic(), later))
+
+    if options.only:
+        note(examine(place, options.only))
+    else:
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            for done in as_completed([pool.submit(apart, name, LATER[name]) for name in CORRECT]):
+                note(done.result())
+        for name in FAST:
+            note(apart(name, LATER[name]))
     return int(any(finding.good is False for finding in findings))
 
 
-def limit_of(left_s: float, later: int) -> float:
+def limit_of(left_s: float, later: float) -> float:
     """Of a check, when so much time is left for it and `later` others: they get theirs, too."""
     return min(CHECK_LIMIT_S, max(left_s - later * SHARE_S, left_s / (later + 1)))
 

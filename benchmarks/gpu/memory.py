@@ -20,7 +20,7 @@ CODEC_GB_S = 1000.0
 LAUNCHES = 4
 STALL = 0.1
 _TENSORS = 64
-_STEPS = 6
+_STEPS = 4
 
 
 def gb_s(place: Place, nbytes: int, work: Callable[[], object]) -> float:
@@ -140,14 +140,33 @@ def _manager(member: Member, lighthouse: str) -> Manager:
 
 def _step(member: Member, manager: Manager) -> None:
     manager.start_quorum()
-    work = member.kept.setdefault(
-        "work", member.place.full(member.index, member.place.elements, 1.0)
-    )
-    for _ in range(200):
-        work.mul_(1.0)
+    if member.index == 0:  # the newcomer has a device of its own, elsewhere
+        _compute(member)
     reduced = member.place.full(member.index, 1024, 1.0)
     manager.allreduce(reduced).wait()
     manager.should_commit()
+
+
+def _compute(member: Member) -> None:
+    """Keep the device busy for a step, as forward and backward do."""
+    place, kept = member.place, member.kept
+    if "factors" not in kept:
+        kept["factors"] = torch.randn(
+            2, place.side, place.side, device=place.device, dtype=torch.bfloat16
+        )
+        _multiply(kept["factors"], 10)  # the first ones are slow
+        place.synchronize()
+        began = time.perf_counter()
+        _multiply(kept["factors"], 10)
+        place.synchronize()
+        kept["products"] = round(10 * place.step_s / (time.perf_counter() - began))
+    _multiply(kept["factors"], kept["products"])
+
+
+def _multiply(factors: torch.Tensor, times: int) -> None:
+    product = torch.empty_like(factors[0])
+    for _ in range(times):
+        torch.mm(factors[0], factors[1], out=product)
 
 
 def heal(place: Place) -> Answered:

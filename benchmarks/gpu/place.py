@@ -49,6 +49,12 @@ class Place(Protocol):
     """How often a check repeats what it does, where it is quick; others less often."""
     shape: Shape
     heal_bytes: int
+    step_s: float
+    """How long a step of the heal's source computes."""
+    side: int
+    """Of the square matrices that it multiplies meanwhile."""
+    stock: bool
+    """Whether the members are processes that can train with torch's DDP, for comparison."""
     compiler: str
     """The backend of torch.compile."""
     activity: ProfilerActivity
@@ -144,6 +150,7 @@ class Gpu:
     elements, rounds = 4 << 20, 100
     shape = Shape(layers=12, width=768, heads=12, vocabulary=50304, batch=32, length=1024)
     heal_bytes = 8 << 30
+    step_s, side, stock = 2.0, 8192, True
     compiler = "inductor"
     activity = ProfilerActivity.CUDA
     categories = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})

@@ -67,6 +67,18 @@ def idle_us(spans: Sequence[Span]) -> float:
     return intervals[-1][1] - intervals[0][0] - covered
 
 
+def longest_gap(spans: Sequence[Span]) -> str:
+    """The longest time in which nothing was under way: how long, after what, and before what."""
+    gaps, last = [(0.0, "", "")], None
+    for span in sorted(spans, key=lambda span: span.began):
+        if last is not None and span.began > last.ended:
+            gaps.append((span.began - last.ended, last.name, span.name))
+        if last is None or span.ended > last.ended:
+            last = span
+    took, before, after = max(gaps)
+    return f"{took / 1e3:.3f} ms between {before[:60]} and {after[:60]}"
+
+
 def hidden(spans: Sequence[Span], communicates: Callable[[str], bool]) -> float | None:
     """The part of the communication's time in which other work was under way, too; None: there was no
     communication."""

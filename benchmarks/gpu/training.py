@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.gpu.links import Answered
-from benchmarks.gpu.place import Member, Place, Shape
-from benchmarks.gpu.trace import hidden, idle_us, recorded
+from benchmarks.gpu.place import Crew, Member, Place, Shape
+from benchmarks.gpu.trace import hidden, idle_us, longest_gap, recorded
 from ft_core import DiLoCo, DistributedDataParallel, Manager, Optimizer
 from ft_core.collectives.sharded import replicate
 from ft_core.process_group import ProcessGroup
@@ -170,8 +170,9 @@ def train(model: nn.Module, optimizer: Any, batch: Tensor, steps: int) -> None:
         optimizer.step()
 
 
-def overhead_of(member: Member, lighthouse: str) -> tuple[float, float, float, float]:
-    """Of plain steps and of managed ones of one member: milliseconds, and idle milliseconds a step."""
+def overhead_of(member: Member, lighthouse: str) -> tuple[float, float, float, float, str]:
+    """Of plain steps and of managed ones of one member: milliseconds, and idle milliseconds a step; and the
+    longest time without work in managed steps."""
     place, kinds = member.place, []
     model, batch = language_model(place)
     kinds.append((model, torch.optim.AdamW(model.parameters(), lr=1e-4)))
@@ -196,25 +197,52 @@ def overhead_of(member: Member, lighthouse: str) -> tuple[float, float, float, f
         idle.append(idle_us(spans) / _TIMED / 1e3)
     manager.shutdown(finished=True)
     plain, ours = (statistics.median(one) * 1e3 for one in took)
-    return plain, ours, idle[0], idle[1]
+    return plain, ours, idle[0], idle[1], longest_gap(spans)
 
 
-def overlap_of(member: Member, lighthouse: str) -> float | None:
-    """The hidden part of the collectives' time; None in members whose device is not recorded."""
-    place, share = member.place, None
-    model, batch = language_model(place)
+class Overlap(NamedTuple):
+    """The hidden part of the collectives' time (None: no collective was recorded), and a step's seconds."""
+
+    share: float | None
+    step_s: float
+
+
+def overlap_of(member: Member, lighthouse: str) -> Overlap:
+    model, batch = language_model(member.place)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
     manager, wrapped, optimizer = managed(member, lighthouse, _MEMBERS, model, inner)
-    train(wrapped, optimizer, batch, _WARM)
+    found = _overlap(member, wrapped, optimizer, batch)
+    manager.shutdown(finished=True)
+    return found
+
+
+def stock_overlap_of(member: Member, port: int) -> Overlap:
+    """The same with torch's DDP and its own group; `port`: of its store."""
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("nccl", store=store, rank=member.index, world_size=_MEMBERS)
+    model, batch = language_model(member.place)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    found = _overlap(member, nn.parallel.DistributedDataParallel(model), inner, batch)
+    dist.destroy_process_group()
+    return found
+
+
+def _overlap(member: Member, model: nn.Module, optimizer: Any, batch: Tensor) -> Overlap:
+    place, share = member.place, None
+    train(model, optimizer, batch, _WARM)
+    place.synchronize()
+    began = time.perf_counter()
+    train(model, optimizer, batch, STEPS)
+    place.synchronize()
+    step_s = (time.perf_counter() - began) / STEPS
     if member.index == 0:
         with recorded(place.activity, place.categories) as spans:
-            train(wrapped, optimizer, batch, STEPS)
+            train(model, optimizer, batch, STEPS)
             place.synchronize()
         share = hidden(spans, lambda name: "nccl" in name.lower())
     else:
-        train(wrapped, optimizer, batch, STEPS)
-    manager.shutdown(finished=True)
-    return share
+        train(model, optimizer, batch, STEPS)
+    return Overlap(share, step_s)
 
 
 def batch_of(place: Place, case: str, step: int, index: int) -> Tensor:
@@ -309,11 +337,11 @@ def join_own_group(member: Member) -> None:
 
 def overhead(place: Place) -> Answered:
     with coordinator(1) as lighthouse, place.crew(1, 30.0) as crew:
-        plain, ours, idle, idle_ours = crew.call(0, overhead_of, lighthouse).result()
+        plain, ours, idle, idle_ours, gap = crew.call(0, overhead_of, lighthouse).result()
     more = idle_ours - idle
     measured = (
         f"{ours:.2f} ms a step, {plain:.2f} ms without manager and DDP (ratio {ours / plain:.3f}); "
-        f"idle {more:.3f} ms a step more than the {idle:.3f} ms there"
+        f"idle {more:.3f} ms a step more than the {idle:.3f} ms there, at most {gap}"
     )
     return measured, f"{IDLE_MS} ms idle", more <= IDLE_MS
 
@@ -321,11 +349,25 @@ def overhead(place: Place) -> Answered:
 def overlap(place: Place) -> Answered:
     with coordinator(_MEMBERS) as lighthouse, place.crew(_MEMBERS, 30.0) as crew:
         calls = [crew.call(index, overlap_of, lighthouse) for index in range(_MEMBERS)]
-        share, _ = (call.result() for call in calls)
-    bar = f"{HIDDEN:.0%} hidden"
-    if share is None:
+        ours, _ = (call.result() for call in calls)
+        stock = _stock_overlap(crew) if place.stock else None
+    bar = f"{HIDDEN:.0%} hidden, or as much as torch's DDP: one GPU's members take turns"
+    if ours.share is None:
         return "no collective in the trace", bar, False
-    return f"{share:.0%} of the collectives' time hidden", bar, share >= HIDDEN
+    measured = (
+        f"{ours.share:.0%} of the collectives' time hidden, {ours.step_s * 1e3:.1f} ms a step"
+    )
+    if stock is None or stock.share is None:
+        return measured, bar, ours.share >= HIDDEN
+    theirs = f"{stock.share:.0%} and {stock.step_s * 1e3:.1f} ms"
+    return f"{measured}; torch's DDP {theirs}", bar, ours.share >= min(HIDDEN, stock.share)
+
+
+def _stock_overlap(crew: Crew) -> Overlap:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    calls = [crew.call(index, stock_overlap_of, store.port) for index in range(_MEMBERS)]
+    found, _ = (call.result() for call in calls)
+    return found
 
 
 def numbers(place: Place, case: str) -> Answered:

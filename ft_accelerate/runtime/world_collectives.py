@@ -32,6 +32,7 @@ from ft_accelerate.runtime.checked_collectives import (
 from ft_accelerate.runtime.leadership import LIBRARIES
 from ft_accelerate.runtime.process import active, current
 from ft_core.collectives.allreduce import fill_neutral
+from ft_core.process_group.nccl import outlive_nccl_errors
 
 _DTYPES = [
     torch.float32,
@@ -65,6 +66,7 @@ def init_process_group(backend: Any = None, **kwargs: Any) -> None:
     """Of this process alone, or of its replica group (`GroupRanks.default_group`)."""
     kwargs.update(current().group_ranks.default_group())
     kwargs.pop("init_method", None)
+    outlive_nccl_errors()
     dist.init_process_group(backend=backend, **kwargs)
 
 

@@ -49,6 +49,12 @@ hold the lock that the next collective needs for a minute, then end the process;
 is closed, for errors of other members; and a debugging mode turns the handling of errors on again."""
 
 
+def outlive_nccl_errors() -> None:
+    """Keep torch's monitor (2.11 to 2.13) from ending this process 8 minutes after an error between groups.
+    Called before a replica group makes an NCCL group of its own; what the user has set stays."""
+    os.environ.setdefault(_DUMP, "0")
+
+
 class NcclDevice(Protocol):
     """What the NCCL group stands on: one device, its streams and events, and torch's NCCL on it.
 

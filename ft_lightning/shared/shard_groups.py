@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ft_core.process_group.nccl import outlive_nccl_errors
 from ft_core.shell.group_server import group_store
 from ft_lightning.shared.launch_env import LaunchEnv
 from ft_lightning.shared.step_collectives import ShardRanks
@@ -118,6 +119,7 @@ class ShardGroupMixin(StrategyBase):
         backend = self._process_group_backend
         find = self._from("fabric.utilities.distributed")
         device = self.root_device
+        outlive_nccl_errors()
         dist.init_process_group(
             backend or find._get_default_process_group_backend_for_device(device),
             store=self._store,

@@ -24,6 +24,7 @@ class Stand:
     elements, rounds = 64, 10
     shape = Shape(layers=1, width=16, heads=2, vocabulary=32, batch=2, length=8)
     heal_bytes = 1 << 20
+    step_s, side, stock = 0.002, 8, False
     compiler = "aot_eager"
     activity = ProfilerActivity.CPU
     categories = frozenset({"cpu_op", "user_annotation"})

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks import gpu_check
 from benchmarks.gpu import place
 from benchmarks.gpu.place import Crew, Gpu, Member
-from benchmarks.gpu.trace import Span, busy, hidden, idle_us, spans_of
+from benchmarks.gpu.trace import Span, busy, hidden, idle_us, longest_gap, spans_of
 from benchmarks.gpu_check import CHECKS, Finding, examine, examine_apart
 from ft_core.process_group import ProcessGroup
 from tests.harness.gpu_stand import Stand
@@ -204,13 +204,16 @@ def ended(pid: int) -> bool:
 
 def test_checks_that_hang_leave_time_for_all_others() -> None:
     """Also the last one, if all before it hang."""
-    left_s, limits = gpu_check.LIMIT_S, []
-    for later in reversed(range(len(CHECKS))):
-        limits.append(gpu_check.limit_of(left_s, later))
-        left_s -= limits[-1]
+    lanes, limits = [gpu_check.LIMIT_S] * gpu_check.AT_A_TIME, []
+    for name in CHECKS:
+        if name == next(iter(gpu_check.FAST)):
+            lanes = [min(lanes)]
+        left_s = max(lanes)
+        limits.append(gpu_check.limit_of(left_s, gpu_check.LATER[name]))
+        lanes[lanes.index(left_s)] -= limits[-1]
     assert min(limits) >= gpu_check.SHARE_S
     assert max(limits) == limits[0] == gpu_check.CHECK_LIMIT_S
-    assert left_s >= 0
+    assert min(lanes) >= 0
     assert gpu_check.limit_of(-1.0, 3) < 0
     assert "not begun" in examine_apart(Stand(), "capture", -1.0).measured
 
@@ -270,6 +273,7 @@ def test_a_trace_is_read() -> None:
     assert hidden(spans, lambda name: "nccl" in name) == 0.5
     assert hidden(spans, lambda name: "none" in name) is None
     assert idle_us([]) == 0.0
+    assert longest_gap(spans) == "0.003 ms between ncclDevKernel and Memcpy"
     assert busy([Span("a", 0.0, 5.0), Span("b", 1.0, 2.0)]) == [(0.0, 5.0)]
 
 
@@ -290,7 +294,10 @@ def test_the_findings_are_written(
 
     monkeypatch.setattr(gpu_check, "examine_apart", apart)
     assert gpu_check.main(["--json", str(path)], Stand()) == 1
-    assert [found["name"] for found in json.loads(path.read_text())] == list(CHECKS)
+    found = [found["name"] for found in json.loads(path.read_text())]
+    assert sorted(found) == sorted(CHECKS)
+    fast = list(gpu_check.FAST)
+    assert found[-len(fast) :] == fast
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.agreement import exchange_headers
 from ft_core.errors import UnderCapture
 from ft_core.process_group import ProcessGroupError, ProcessGroupNCCL
-from ft_core.process_group.nccl import ClassicCudaDevice
+from ft_core.process_group.nccl import ClassicCudaDevice, outlive_nccl_errors
 from ft_core.process_group.torch_versions import nccl2_available
 from ft_core.replica.status import Participation
 from ft_core.step import Step
@@ -393,6 +393,18 @@ def test_it_warns_of_the_monitor_of_the_groups_own_nccl(
     assert ["set TORCH_NCCL_DUMP_ON_TIMEOUT=0" in said for said in caplog.messages] == [
         True
     ] * warns
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
+def test_a_replica_group_in_a_trainer_outlives_the_monitor(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
+    """Its own group is made by this package: nothing needs to be set."""
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", before or "")
+    if before is None:
+        monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT")
+    outlive_nccl_errors()
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == after
 
 
 @pytest.mark.process
