@@ -9,6 +9,11 @@ from benchmarks.gpu.place import CONNECT_S, Member, Place, meet
 from ft_core.errors import UnderCapture
 
 FREE_S = 0.2
+_LATE_S = 0.5
+"""After which an attempt that does not end is revoked, where one does not end."""
+_QUEUED = 24
+"""All-reduces of such an attempt: links break among them. An abort takes the longer the more are queued: with
+64 it took seconds beside ten processes on one GPU."""
 Answer = tuple[bool, str]
 """Of an attempt at a step: whether all sums are right, and the error with which it would be discarded."""
 Answered = tuple[str, str, bool | None]
@@ -128,13 +133,20 @@ def revokes_in_flight(place: Place) -> Answered:
     return measured, f"all discarded; {FREE_S} s", max(took) <= FREE_S
 
 
+def alone(member: Member) -> None:
+    member.configure(1, 0, [member.address()])
+
+
 def deaths(place: Place) -> Answered:
     wrong, failed, count = 0, 0, max(1, place.rounds // 5)
-    with place.crew(1 + count, 30.0) as crew:  # all at once: a process takes seconds to start
+    with place.crew(1 + count, 30.0) as crew:
+        # All at once: a process takes seconds to start, and its NCCL to connect for the first time.
+        for call in [crew.call(1 + number, alone) for number in range(count)]:
+            call.result()
         for number in range(count):
             victim = 1 + number
-            meet(crew, 1 + number, (0, victim))
-            calls = [crew.call(index, attempt, 64, 0.0, 1.0) for index in (0, victim)]
+            meet(crew, 2 + number, (0, victim))
+            calls = [crew.call(index, attempt, _QUEUED, 0.0, _LATE_S) for index in (0, victim)]
             time.sleep(0.005 * number)
             crew.kill(victim)
             right, error = calls[0].result()
@@ -150,8 +162,8 @@ def cut_links(place: Place) -> Answered:
             meet(crew, 1 + number)
             after_s = 0.005 * number
             calls = [
-                crew.call(0, attempt, 64, 0.0, 1.0),
-                crew.call(1, attempt, 64, 0.0, 1.0, after_s),
+                crew.call(0, attempt, _QUEUED, 0.0, _LATE_S),
+                crew.call(1, attempt, _QUEUED, 0.0, _LATE_S, after_s),
             ]
             answers = [call.result() for call in calls]
             wrong += sum(not right and not error for right, error in answers)

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_VALUES = 4096
-"""Of one program."""
+_VALUES, _WARPS = 2048, 8
+"""Of one program. With half as many warps, or twice as many values, a thread needs so many registers that a
+processor has 8 of the 64 warps that it could have (fp8), or spills some (int4)."""
 _ROUNDS = tl.constexpr(12582912.0)
 """1.5 * 2**23: what is added to it is rounded to an integer, halves to the even one."""
 _INT8, _INT4, _FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -95,6 +96,7 @@ def _constants(codec: Coded) -> dict[str, Any]:
         "KIND": _KINDS[codec.name],
         "BLOCK": codec.block,
         "BLOCKS": blocks,
+        "num_warps": _WARPS,
         "enable_fp_fusion": False,
     }
 

@@ -1,7 +1,7 @@
 """NCCL: the reconfigurable process group for CUDA tensors.
 
 Written from torch's source and tested on a double of NCCL's semantics on the CPU
-(tests/harness/nccl_double.py). What has run on a GPU: docs/design.md, "CUDA".
+(tests/harness/nccl_double.py). What has run on a GPU: docs/design.md, "CUDA", and benchmarks/RESULTS_GPU.md.
 """
 
 from __future__ import annotations
