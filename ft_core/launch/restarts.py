@@ -3,7 +3,7 @@
 | case | what follows |
 |---|---|
 | it was killed, or failed, and others live | it is started again after a pause |
-| the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s, and what is left of another one no longer. Where it would be 0.5 s it is left out, if the life that ended has trained for 5 s. One that was killed from outside, and had trained for 2 s, is started again at once, and its pause does not grow |
+| the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s, and what is left of another one no longer. Where it would be 0.5 s it is left out, if the life that ended has trained for 5 s. One that was killed from outside, and had trained for 2 s, is started again at once, and its pause does not grow. Nor does that of one which asks to be started again (exit code 75): it waits for the first pause |
 | all have ended with the same error, or crashed by the same signal, at the same step | an error of the script: the job ends, whatever the order of exits. If other machines train too, or all were killed from outside (SIGKILL, SIGTERM ...): the second time in a row |
 | an error, and no other group is alive that has not failed itself | an error of the script, too |
 | the same two, and the keeper holds a state | it may have been the machine (a driver's reset, no memory): they go on from that state. Once for each state: it must be newer than at the group's last error. The same end at the same step the second time in a row is an error of the script |
@@ -23,7 +23,8 @@ EXTERNAL_SIGNALS = frozenset({1, 2, 3, 9, 14, 15})
 AWAY_EXIT_CODE = 69
 """Of a process for which no lighthouse answers."""
 BROKEN_EXIT_CODE = 75
-"""Of a rank whose replica group has lost another rank (EX_TEMPFAIL: try again)."""
+"""Of a rank whose replica group has lost another rank, and of a process whose next life passes over what has
+ended meanwhile (EX_TEMPFAIL: try again)."""
 SIGTERM_EXIT_CODE = 128 + 15
 """Of a process that has ended as SIGTERM asks, by itself."""
 OVER_EXIT_CODE = 79
@@ -195,7 +196,8 @@ class RestartPolicy:
         if death.external and death.trained_s >= self.repaid_s:
             return Again(0.0, level)
         first_s = 0.0 if death.trained_s >= self.settled_s else self.first_pause_s
-        if self.longest_wait_s(count, alive) == self.first_pause_s:
+        asks = death.exit_code == BROKEN_EXIT_CODE
+        if asks or self.longest_wait_s(count, alive) == self.first_pause_s:
             return Again(first_s, level)
         if level < 0:
             return Again(first_s, 0)

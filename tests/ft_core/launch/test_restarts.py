@@ -9,6 +9,7 @@ import pytest
 
 from ft_core.launch.restarts import (
     AWAY_EXIT_CODE,
+    BROKEN_EXIT_CODE,
     Again,
     Death,
     EndJob,
@@ -101,6 +102,16 @@ def test_one_that_is_killed_as_soon_as_it_trains_waits_longer_each_time() -> Non
         pauses.append(pause(job.dies(1, KILLED, step=int(job.commits), trained_s=1.9)))
         job.returns(1)
     assert pauses == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_one_that_asks_to_be_started_again_waits_for_the_first_pause() -> None:
+    """Whatever its group had to wait for before; and that is not forgotten."""
+    job, pauses = Job(4), []
+    for code in (ERROR, ERROR, ERROR, BROKEN_EXIT_CODE, BROKEN_EXIT_CODE, ERROR):
+        job.train(5)
+        pauses.append(pause(job.dies(1, code, step=int(job.commits))))
+        job.returns(1)
+    assert pauses == [0.5, 1.0, 2.0, 0.5, 0.5, 4.0]
 
 
 def test_the_pause_has_an_end() -> None:
