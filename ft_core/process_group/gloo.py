@@ -175,7 +175,7 @@ class GlooCommunicator(Communicator):
 
     def operation_orphaned(self, until: float) -> None:
         super().operation_orphaned(until)
-        orphaned_operations.add(until)
+        orphaned_operations.add(self, until)
 
     def close(self, end_works: Callable[[], None]) -> None:
         with self._lock:
@@ -183,6 +183,7 @@ class GlooCommunicator(Communicator):
             self._sockets = None
             backend, self.backend = self.backend, None
         del backend  # outside the lock: takes 10 to 30 ms, or as long as an orphaned operation
+        orphaned_operations.gone(self)
 
     def _options(self, timeout_s: float) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

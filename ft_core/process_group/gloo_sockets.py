@@ -13,7 +13,8 @@ the connection. That thread can't be released from outside. But it will not touc
 it sleeps (`workers_asleep`), and no bytes arrive. If the timeout comes while the interpreter ends, a
 thread of Gloo reports the failure to an interpreter that is gone, and the process aborts (SIGABRT,
 SIGSEGV) after all its work was done: a launcher takes that for a crash. So the end of the process
-waits for a timeout that would come during it (`OrphanedOperations`); a later one finds no process.
+waits for a timeout that would come during it, until the backend is gone with its threads (`OrphanedOperations`); a
+later one finds no process.
 
 Which descriptors are Gloo's, in a process where ZeroMQ, stores and user code open and close sockets
 all the time? The kernel knows: a Gloo device has one epoll descriptor of its own in which exactly its
@@ -33,7 +34,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import logging
 import os
 import re
 import socket
@@ -43,7 +43,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-_log = logging.getLogger(__name__)
 _TARGET = re.compile(rb"^tfd:\s*(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 _SEQUENCE_BYTES = 8
 _KNOCK_TIMEOUT_S = 0.2
@@ -57,8 +56,9 @@ _libc = ctypes.PyDLL(None)  # PyDLL: calls keep the GIL
 _WORKER_NAME = b"pt_gloo_runloop"
 _EXIT_S = 10.0
 """More than an interpreter with torch in it takes to end (measured: 1 s)."""
-_REPORT_S = 0.5
-"""More than Gloo's thread takes from the timeout to its own end."""
+_LATE_S = 10.0
+"""How long after its timeout an operation may be reported, and its backend's threads end, on a busy machine."""
+_LOOK_S = 0.01
 
 
 class DeviceSockets:
@@ -252,23 +252,31 @@ def _silent_host(descriptor: int, inode: int) -> str:
 
 
 class OrphanedOperations:
-    """When Gloo will end the operations that it has lost. Any thread."""
+    """When Gloo will end the operations that it has lost, in backends that are not gone yet. Any thread.
+
+    Attributes:
+        due: `time.monotonic()`, by the communicator's `id`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.due: list[float] = []
+        self.due: dict[int, float] = {}
 
-    def add(self, due: float) -> None:
-        """An operation was abandoned, which Gloo ends by itself at `due` (`time.monotonic()`)."""
-        now = time.monotonic()
+    def add(self, communicator: object, due: float) -> None:
+        """An operation was abandoned, which Gloo ends by itself at `due`."""
         with self._lock:
-            self.due[:] = [each for each in self.due if each > now - _REPORT_S] + [due]
+            self.due[id(communicator)] = max(due, self.due.get(id(communicator), due))
+
+    def gone(self, communicator: object) -> None:
+        """Its backend was destroyed: its threads have ended."""
+        with self._lock:
+            self.due.pop(id(communicator), None)
 
     def exit_delay_s(self, now: float) -> float:
-        """How long the end of the process should wait, in seconds."""
+        """How long the end of the process should wait, if none of them is gone earlier, in seconds."""
         with self._lock:
-            soon = [due for due in self.due if now - _REPORT_S < due < now + _EXIT_S]
-        return max(soon) + _REPORT_S - now if soon else 0.0
+            soon = [due for due in self.due.values() if now - _LATE_S < due < now + _EXIT_S]
+        return max(soon) + _LATE_S - now if soon else 0.0
 
 
 orphaned_operations = OrphanedOperations()
@@ -276,7 +284,5 @@ orphaned_operations = OrphanedOperations()
 
 @atexit.register
 def _wait_for_orphans() -> None:
-    wait_s = orphaned_operations.exit_delay_s(time.monotonic())
-    if wait_s > 0:
-        _log.info("waiting %.1f s for an operation that Gloo has lost", wait_s)
-        time.sleep(wait_s)
+    while (left_s := orphaned_operations.exit_delay_s(time.monotonic())) > 0:
+        time.sleep(min(left_s, _LOOK_S))

@@ -36,9 +36,9 @@ def main() -> None:
                     work.wait()
                 except ProcessGroupError:
                     pass
-            if orphaned_operations.exit_delay_s(time.monotonic()):
+            if lost := list(orphaned_operations.due.values()):
                 break
-    due = orphaned_operations.due[-1]  # an IndexError: Gloo has lost none
+    due = max(lost)  # a ValueError: Gloo has lost none
     time.sleep(max(0.0, due - INTO_THE_END_S - time.monotonic()))
 
 

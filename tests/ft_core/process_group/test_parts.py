@@ -22,7 +22,7 @@ from ft_core.process_group import (
     outgoing_address,
     reconfigurable,
 )
-from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences
+from ft_core.process_group.gloo_sockets import DeviceSockets, OrphanedOperations, pair_sequences
 from ft_core.process_group.rendezvous import (
     Address,
     Hello,
@@ -339,3 +339,18 @@ def test_a_revoked_work_is_not_abandoned_for_the_time_in_which_the_process_was_s
     group.shutdown()
     assert slow.looks == 2
     assert slow.ended_with == []
+
+
+def test_the_end_of_a_process_waits_until_a_backend_with_a_lost_operation_is_gone() -> None:
+    """However late that is reported, up to a limit; not for one that the process does not live to see."""
+    operations = OrphanedOperations()
+    first, second = object(), object()
+    operations.add(first, due=103.0)
+    operations.add(first, due=101.0)
+    assert operations.exit_delay_s(100.0) == operations.exit_delay_s(102.0) + 2.0 == 13.0
+    assert operations.exit_delay_s(112.0) == 1.0
+    assert operations.exit_delay_s(114.0) == 0.0
+    operations.add(second, due=160.0)
+    operations.gone(first)
+    assert operations.exit_delay_s(100.0) == 0.0
+    assert operations.exit_delay_s(155.0) == 15.0
