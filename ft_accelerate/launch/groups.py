@@ -317,6 +317,7 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
     made = plan(args, env)
     on_cpu = uses("CPU", env) or bool(getattr(args, "use_cpu", False))
     devices = [] if on_cpu else visible_devices(env)
+    check_devices(devices, made.place.groups * made.place.group_size, env)
     if not args.module and not os.path.exists(args.training_script):
         raise ValueError(f"there is no script {args.training_script!r}")
     if not made.lighthouse.bind:
@@ -398,6 +399,17 @@ def environment(
         return rank_group.rank_environment(told, rank=0, size=1, port=rank_group.free_port())
 
     return of_group
+
+
+def check_devices(devices: Sequence[str], processes: int, env: Mapping[str, str]) -> None:
+    """Raises ValueError if these processes would have to share GPUs, which NCCL does not connect to each
+    other, and that is not asked for."""
+    if 0 < len(devices) < processes and env.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "0":
+        have = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
+        raise ValueError(
+            f"{processes} processes are to train on a machine with {have}, and each needs one of its own: "
+            f"make num_processes {len(devices)}, or train on the CPU (--cpu)"
+        )
 
 
 def visible_devices(env: Mapping[str, str]) -> list[str]:

@@ -22,7 +22,14 @@ import pytest
 import yaml
 
 from ft_accelerate.launch import groups, launch_hooks
-from ft_accelerate.launch.groups import MachineLayout, environment, plan, protected, wanted
+from ft_accelerate.launch.groups import (
+    MachineLayout,
+    check_devices,
+    environment,
+    plan,
+    protected,
+    wanted,
+)
 from ft_accelerate.options import FaultTolerancePlugin
 from ft_core.launch.rank_group import group_command
 from lighthouse import LighthouseServer
@@ -162,6 +169,17 @@ def test_what_a_replica_group_is_told(stock: ModuleType, tmp_path: Path) -> None
     told = environment(single, {}, address="tcp://127.0.0.1:5", devices=[])(3)
     assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"]) == ("0", "1", "0")
     assert "CUDA_VISIBLE_DEVICES" not in told
+
+
+def test_processes_that_would_share_a_gpu_are_refused() -> None:
+    """NCCL would not connect them, and they would try again and again."""
+    check_devices([], 3, {})  # on the CPU
+    check_devices(["0", "1"], 2, {})
+    check_devices(["0"], 3, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    with pytest.raises(ValueError, match="3 processes .* with 1 GPU, .* num_processes 1, or"):
+        check_devices(["0"], 3, {})
+    with pytest.raises(ValueError, match="3 processes .* with 2 GPUs, .* num_processes 2, or"):
+        check_devices(["0", "1"], 3, {"NCCL_MULTI_RANK_GPU_ENABLE": "0"})
 
 
 def test_jobs_without_an_id_share_none(stock: ModuleType, tmp_path: Path) -> None:
