@@ -194,9 +194,12 @@ class ClassicCudaDevice(CudaDevice):
         connected = self.end_of(work)
         give_up_at, overdue = time.monotonic() + timeout_s, Overdue()
         while not connected.query():
-            late = overdue.passed(give_up_at, time.monotonic())
-            if late or backend.get_error().name != "SUCCESS":
-                raise ProcessGroupError("NCCL has not connected its members")
+            late, said = overdue.passed(give_up_at, time.monotonic()), backend.get_error().name
+            if late or said != "SUCCESS":
+                why = f"it says {said}" if said != "SUCCESS" else f"within {timeout_s:g} s"
+                raise ProcessGroupError(
+                    f"NCCL has not connected its members ({why}); with NCCL_DEBUG=WARN it says more"
+                )
             time.sleep(_CONNECTED_CHECK_S)
 
 
