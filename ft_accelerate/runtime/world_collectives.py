@@ -66,7 +66,7 @@ def init_process_group(backend: Any = None, **kwargs: Any) -> None:
     """Of this process alone, or of its replica group (`GroupRanks.default_group`)."""
     kwargs.update(current().group_ranks.default_group())
     kwargs.pop("init_method", None)
-    outlive_nccl_errors()
+    outlive_nccl_errors(backend)
     dist.init_process_group(backend=backend, **kwargs)
 
 

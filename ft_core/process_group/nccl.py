@@ -49,10 +49,12 @@ hold the lock that the next collective needs for a minute, then end the process;
 is closed, for errors of other members; and a debugging mode turns the handling of errors on again."""
 
 
-def outlive_nccl_errors() -> None:
+def outlive_nccl_errors(backend: str | None) -> None:
     """Keep torch's monitor (2.11 to 2.13) from ending this process 8 minutes after an error between groups.
-    Called before a replica group makes an NCCL group of its own; what the user has set stays."""
-    os.environ.setdefault(_DUMP, "0")
+    Called before a replica group makes a group of its own with that backend (None: torch's choice); what the
+    user has set stays."""
+    if torch.cuda.is_available() and "nccl" in (backend or "nccl"):
+        os.environ.setdefault(_DUMP, "0")
 
 
 class NcclDevice(Protocol):

@@ -119,9 +119,10 @@ class ShardGroupMixin(StrategyBase):
         backend = self._process_group_backend
         find = self._from("fabric.utilities.distributed")
         device = self.root_device
-        outlive_nccl_errors()
+        backend = backend or find._get_default_process_group_backend_for_device(device)
+        outlive_nccl_errors(backend)
         dist.init_process_group(
-            backend or find._get_default_process_group_backend_for_device(device),
+            backend,
             store=self._store,
             rank=scope.group_rank,
             world_size=size,

@@ -395,16 +395,27 @@ def test_it_warns_of_the_monitor_of_the_groups_own_nccl(
     ] * warns
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
+@pytest.mark.parametrize(
+    ("backend", "before", "after"),
+    [
+        ("nccl", None, "0"),
+        (None, None, "0"),
+        ("cpu:gloo,cuda:nccl", "1", "1"),
+        ("gloo", None, None),
+    ],
+)
 def test_a_replica_group_in_a_trainer_outlives_the_monitor(
-    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, before: str | None, after: str | None
 ) -> None:
     """Its own group is made by this package: nothing needs to be set."""
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", before or "")
     if before is None:
         monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT")
-    outlive_nccl_errors()
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == after
+    outlive_nccl_errors(backend)
+    assert os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT") == before, "there is no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    outlive_nccl_errors(backend)
+    assert os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT") == after
 
 
 @pytest.mark.process
