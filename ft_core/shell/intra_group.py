@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hmac
-import itertools
 import logging
 import pickle
 import secrets
@@ -22,7 +21,6 @@ import selectors
 import socket
 import struct
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,9 +226,11 @@ class IntraGroup:
     # ------------------------------------------------------------------ rendezvous
 
     def _open(self) -> None:
-        number = next(_meetings[*self._where, self._rank])
-        key = f"{_KEY}/{self._life}/{number}"
         self._store = group_store(*self._where, OPEN_TIMEOUT_S, hosts=self._rank == 0)
+        # All ranks open theirs in the same order. The store counts them: one at the port of an earlier one
+        # begins anew.
+        number = self._store.add(f"{_KEY}/{self._life}/of rank {self._rank}", 1)
+        key = f"{_KEY}/{self._life}/{number}"
         if self._rank == 0:
             self._wait_for_ranks(key)
             return
@@ -335,10 +335,6 @@ class Door:
         self._selector.unregister(stranger)
         del self._said[stranger]
         stranger.close()
-
-
-_meetings: defaultdict[tuple[str, int, int], itertools.count[int]] = defaultdict(itertools.count)
-"""Of each rank at its store: all ranks open theirs in the same order."""
 
 
 def _numbers_of_true(values: list[bool]) -> list[int]:

@@ -22,13 +22,13 @@ import torch
 from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import free_port
-from ft_core.shell import group_server
+from ft_core.shell import group_server, intra_group
 from ft_core.shell.intra_group import Door, IntraGroup
 
 
 @contextmanager
-def ranks(size: int) -> Iterator[list[IntraGroup]]:
-    port = free_port()
+def ranks(size: int, port: int = 0) -> Iterator[list[IntraGroup]]:
+    port = port or free_port()
     groups = [
         IntraGroup(
             JobOptions(
@@ -60,6 +60,19 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(run, calls))
+
+
+def test_a_store_at_the_port_of_an_earlier_one_knows_nothing_of_its_meetings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank had begun one more than the other."""
+    port = free_port()
+    with ranks(2, port) as groups, monkeypatch.context() as patch:
+        patch.setattr(intra_group, "OPEN_TIMEOUT_S", 0.05)
+        with pytest.raises(RuntimeError):
+            groups[1].barrier()
+    with ranks(2, port) as groups:
+        assert together(groups[0].barrier, groups[1].barrier) == [None, None]
 
 
 def test_barrier_broadcast_and_decisions_reach_all_ranks() -> None:
