@@ -53,6 +53,11 @@ def attempt(
     return all(bool((one == expected).all()) for one in held), str(error or "")
 
 
+def alone(member: Member, quorum_id: int = 1) -> None:
+    """Configure a quorum of this member only."""
+    member.configure(quorum_id, 0, [member.address()])
+
+
 def revoke(member: Member) -> None:
     member.group.revoke(RuntimeError("it takes too long"))
 
@@ -97,7 +102,7 @@ def gloo_address(member: Member) -> bytes:
 def one_rank(place: Place) -> Answered:
     member, count, right, slowest = Member(place, 0, 30.0), place.rounds, 0, 0.0
     for quorum_id in range(1, count + 1):
-        member.configure(quorum_id, 0, [member.address()])
+        alone(member, quorum_id)
         right += attempt(member, 1) == (True, "")
         began = time.monotonic()
         revoke(member)
@@ -131,10 +136,6 @@ def revokes_in_flight(place: Place) -> Answered:
             took.append(crew.call(0, revoked_in_flight, 0.02).result())
     measured = f"{count} revoked, the slowest stream free after {max(took):.3f} s"
     return measured, f"all discarded; {FREE_S} s", max(took) <= FREE_S
-
-
-def alone(member: Member) -> None:
-    member.configure(1, 0, [member.address()])
 
 
 def deaths(place: Place) -> Answered:
@@ -195,7 +196,7 @@ def gloo_on_a_side_stream(place: Place) -> Answered:
 def captured(place: Place) -> Answered:
     """A collective is refused, and a helper thread that asks for an event meanwhile disturbs nothing."""
     member, asked = Member(place, 0, 30.0), threading.Event()
-    member.configure(1, 0, [member.address()])
+    alone(member)
     said, tensor = "nothing", place.full(0, 8, 1.0)
     member.group.allreduce([tensor])
 

@@ -170,6 +170,17 @@ def train(model: nn.Module, optimizer: Any, batch: Tensor, steps: int) -> None:
         optimizer.step()
 
 
+def seconds_a_step(
+    place: Place, model: nn.Module, optimizer: Any, batch: Tensor, steps: int
+) -> float:
+    """Seconds of one of so many steps."""
+    place.synchronize()
+    began = time.perf_counter()
+    train(model, optimizer, batch, steps)
+    place.synchronize()
+    return (time.perf_counter() - began) / steps
+
+
 def overhead_of(member: Member, lighthouse: str) -> tuple[float, float, float, float, str]:
     """Of plain steps and of managed ones of one member: milliseconds, and idle milliseconds a step; and the
     longest time without work in managed steps."""
@@ -184,11 +195,7 @@ def overhead_of(member: Member, lighthouse: str) -> tuple[float, float, float, f
     for _ in range(6):  # in turns: both see the same machine
         for kind, (one, steps) in enumerate(kinds):
             train(one, steps, batch, 1)
-            place.synchronize()
-            began = time.perf_counter()
-            train(one, steps, batch, _TIMED)
-            place.synchronize()
-            took[kind].append((time.perf_counter() - began) / _TIMED)
+            took[kind].append(seconds_a_step(place, one, steps, batch, _TIMED))
     idle = []
     for one, steps in kinds:
         with recorded(place.activity, place.categories) as spans:
@@ -230,11 +237,7 @@ def stock_overlap_of(member: Member, port: int) -> Overlap:
 def _overlap(member: Member, model: nn.Module, optimizer: Any, batch: Tensor) -> Overlap:
     place, share = member.place, None
     train(model, optimizer, batch, _WARM)
-    place.synchronize()
-    began = time.perf_counter()
-    train(model, optimizer, batch, STEPS)
-    place.synchronize()
-    step_s = (time.perf_counter() - began) / STEPS
+    took = seconds_a_step(place, model, optimizer, batch, STEPS)
     if member.index == 0:
         with recorded(place.activity, place.categories) as spans:
             train(model, optimizer, batch, STEPS)
@@ -242,7 +245,7 @@ def _overlap(member: Member, model: nn.Module, optimizer: Any, batch: Tensor) ->
         share = hidden(spans, lambda name: "nccl" in name.lower())
     else:
         train(model, optimizer, batch, STEPS)
-    return Overlap(share, step_s)
+    return Overlap(share, took)
 
 
 def batch_of(place: Place, case: str, step: int, index: int) -> Tensor:

@@ -383,12 +383,10 @@ class GroupRendezvous:
             self._store.set_timeout(timedelta(seconds=options.timeouts.connect_timeout_s))
             if not self._key:
                 # A second manager of a rank must not find the first one's leader, nor a restarted
-                # group what its predecessor left in torchelastic's store. The store counts them: one at the
-                # port of an earlier one begins anew.
+                # group what its predecessor left in torchelastic's store.
                 life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 here = f"ft_core/leader/{life}/{options.job_id}"
-                number = self._store.add(f"{here}/managers of rank {self._rank}", 1)
-                self._key = f"{here}/{number}"
+                self._key = next_key(self._store, here, self._rank)
         return self._store
 
     def announce(self, leader: Leader) -> None:
@@ -415,6 +413,14 @@ def _of_this_machine(store_addr: str, store_port: int) -> int | None:
         return socket.create_server((store_addr, store_port), family=family, backlog=4096).detach()
     except (ValueError, OSError):  # a name; or this process has the store already
         return None
+
+
+def next_key(store: Any, here: str, rank: int) -> str:
+    """A key of a replica group's store, under `here`: ranks that ask for theirs in one order get the same ones.
+
+    The store counts, and no process: one at the address of an earlier one begins anew.
+    """
+    return f"{here}/{store.add(f'{here}/asked by rank {rank}', 1)}"
 
 
 def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:

@@ -28,7 +28,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.heal import HealKey, HealServer, fetch
 from ft_core.heal.objects import naming_option
-from ft_core.shell.group_server import group_store
+from ft_core.shell.group_server import group_store, next_key
 from lighthouse.config import MOST_STRANGERS
 from lighthouse.own_address import advertised_host, bracketed
 
@@ -227,10 +227,7 @@ class IntraGroup:
 
     def _open(self) -> None:
         self._store = group_store(*self._where, OPEN_TIMEOUT_S, hosts=self._rank == 0)
-        # All ranks open theirs in the same order. The store counts them: one at the port of an earlier one
-        # begins anew.
-        number = self._store.add(f"{_KEY}/{self._life}/of rank {self._rank}", 1)
-        key = f"{_KEY}/{self._life}/{number}"
+        key = next_key(self._store, f"{_KEY}/{self._life}", self._rank)
         if self._rank == 0:
             self._wait_for_ranks(key)
             return

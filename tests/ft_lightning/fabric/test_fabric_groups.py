@@ -75,25 +75,19 @@ class Groups:
     def until_gone(self, index: int, server: LighthouseServer) -> None:
         """Until this group has ended, and the quorum is without it."""
         self.threads[index].join(PATIENCE_S)
-        job = self.options["job_id"]
-
-        def gone() -> bool:
-            jobs = [each for each in server.status()["jobs"] if each["job_id"] == job]
-            return not any(m["replica_id"].startswith(f"{index}:") for m in jobs[0]["members"])
-
-        until(gone, f"group {index} to be gone")
+        until(
+            lambda: not any(name.startswith(f"{index}:") for name in self.members(server)),
+            f"group {index} to be gone",
+        )
 
     def until_all_are_gone(self, server: LighthouseServer) -> None:
         """A group that joins while another one still leaves does not wait for that one's return."""
-        job = self.options["job_id"]
-        until(
-            lambda: (
-                not any(
-                    each["members"] for each in server.status()["jobs"] if each["job_id"] == job
-                )
-            ),
-            "all groups to be gone",
-        )
+        until(lambda: not self.members(server), "all groups to be gone")
+
+    def members(self, server: LighthouseServer) -> list[str]:
+        """The replica ids of the quorum's members; none if the job is forgotten."""
+        jobs = (job for job in server.status()["jobs"] if job["job_id"] == self.options["job_id"])
+        return [member["replica_id"] for job in jobs for member in job["members"]]
 
     def until_gone_before_next(self, index: int, manager: Any, server: LighthouseServer) -> None:
         """The next outer step begins in a quorum without this group."""
