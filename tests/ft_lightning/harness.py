@@ -12,7 +12,7 @@ from typing import Any
 from ft_core.launch.rank_group import free_port, rank_environment
 from lighthouse import LighthouseServer
 from tests.harness import runs
-from tests.harness.lighthouses import has_joined
+from tests.harness.lighthouses import has_joined, is_member
 from tests.harness.runs import Line, Process, compare_steps, ended
 
 WORKER = Path(__file__).parent / "trainer" / "worker.py"
@@ -111,6 +111,10 @@ class Run(runs.Run):
         self.until(
             lambda: has_joined(server, str(self.log), name, or_member=or_member), f"{name} to join"
         )
+
+    def until_gone(self, server: LighthouseServer, name: str) -> None:
+        """Until the lighthouse knows that `name` has died or left: its next life is told from it."""
+        self.until(lambda: not is_member(server, str(self.log), name), f"{name} to be gone")
 
     def validations(self, name: int) -> dict[int, Line]:
         """What replica `name` logged of each epoch's validation; its metric is that of the set."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.harness.waiting import PATIENCE_S
@@ -32,7 +34,17 @@ def patient_lighthouse(
 def has_joined(
     server: LighthouseServer, job_id: str, name: str, *, or_member: bool = False
 ) -> bool:
-    """Whether a replica group waits at the lighthouse to be let in. `or_member`: or has been."""
-    jobs = [job for job in server.status()["jobs"] if job["job_id"] == job_id]
-    inside = any(m["name"] == name and not m["gone"] for job in jobs for m in job["members"])
-    return (or_member and inside) or any(name in job["waiting"] for job in jobs)
+    """Whether a replica group waits at the lighthouse to be let in. `or_member`: or has been. One that
+    has just died may still count as a member: wait until it no longer does (`is_member`)."""
+    waits = any(name in job["waiting"] for job in _jobs(server, job_id))
+    return waits or (or_member and is_member(server, job_id, name))
+
+
+def is_member(server: LighthouseServer, job_id: str, name: str) -> bool:
+    """Whether a replica group is in the quorum, as far as the lighthouse knows."""
+    members = (member for job in _jobs(server, job_id) for member in job["members"])
+    return any(member["name"] == name and not member["gone"] for member in members)
+
+
+def _jobs(server: LighthouseServer, job_id: str) -> list[Any]:
+    return [job for job in server.status()["jobs"] if job["job_id"] == job_id]

@@ -20,7 +20,7 @@ from ft_core.telemetry import HEAL_DONE
 from lighthouse import LighthouseServer
 from lighthouse.errors import JoinRefused
 from lighthouse.wire.messages import Expelled
-from tests.harness.lighthouses import has_joined, patient_lighthouse
+from tests.harness.lighthouses import has_joined, is_member, patient_lighthouse
 from tests.harness.script import digest, fail_once, flip_bit
 from tests.harness.waiting import PATIENCE_S, until
 
@@ -35,7 +35,8 @@ class Groups:
         self.count = count
         self.strategy = "FTDDPStrategy"
         self.results: dict[int, Any] = {}
-        self.threads: list[threading.Thread] = []
+        self.threads: dict[int, threading.Thread] = {}
+        """The last life of each group."""
 
     def start(self, index: int, body: Callable[[Any, int], Any]) -> threading.Thread:
         from lightning.fabric import Fabric
@@ -57,7 +58,7 @@ class Groups:
 
         thread = threading.Thread(target=run)
         thread.start()
-        self.threads.append(thread)
+        self.threads[index] = thread
         return thread
 
     def run(self, body: Callable[[Any, int], Any]) -> list[Any]:
@@ -73,21 +74,10 @@ class Groups:
         until(lambda: has_joined(server, job, name, or_member=or_member), f"{name} to join")
 
     def until_gone(self, index: int, server: LighthouseServer) -> None:
-        """Until this group has ended, and the quorum is without it."""
+        """Until this group has ended, and the lighthouse knows."""
         self.threads[index].join(PATIENCE_S)
-        until(
-            lambda: not any(name.startswith(f"{index}:") for name in self.members(server)),
-            f"group {index} to be gone",
-        )
-
-    def until_all_are_gone(self, server: LighthouseServer) -> None:
-        """A group that joins while another one still leaves does not wait for that one's return."""
-        until(lambda: not self.members(server), "all groups to be gone")
-
-    def members(self, server: LighthouseServer) -> list[str]:
-        """The replica ids of the quorum's members; none if the job is forgotten."""
-        jobs = (job for job in server.status()["jobs"] if job["job_id"] == self.options["job_id"])
-        return [member["replica_id"] for job in jobs for member in job["members"]]
+        job = self.options["job_id"]
+        until(lambda: not is_member(server, job, str(index)), f"group {index} to be gone")
 
     def until_gone_before_next(self, index: int, manager: Any, server: LighthouseServer) -> None:
         """The next outer step begins in a quorum without this group."""
@@ -101,7 +91,7 @@ class Groups:
         manager.try_start_quorum = when_gone
 
     def join(self) -> list[Any]:
-        for thread in self.threads:
+        for thread in self.threads.values():
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
         return [self.results[index] for index in range(self.count)]
@@ -620,7 +610,8 @@ def test_a_script_that_is_started_again_when_all_have_died_says_from_where_it_go
 
     assert two.run(body) == [2, 2]
     assert capsys.readouterr().err.count("all had ended") == 0
-    two.until_all_are_gone(server)
+    for index in range(two.count):
+        two.until_gone(index, server)
     monkeypatch.setenv("FT_RESTARTS", "1")
     assert two.run(body) == [4, 4]
     said = [line for line in capsys.readouterr().err.splitlines() if "all had ended" in line]
@@ -717,7 +708,8 @@ def test_a_spare_takes_over_the_share_of_one_that_is_gone(
     lives, back = [0, 0, 0], threading.Event()
     for index in (0, 2):
         two.start(index, body)
-    two.start(1, body).join(PATIENCE_S)
+    two.start(1, body)
+    two.until_gone(1, server)
     assert two.results[1] == "left"
     two.start(1, body)
     two.wait_for_joiner(server, "1", or_member=True)

@@ -214,6 +214,7 @@ def test_it_comes_back_by_its_checkpoint_where_a_callback_has_replaced_the_sched
         run.until_held(1, "step:1:6")
         os.kill(second.pid, signal.SIGKILL)
         run.wait(second, code=-signal.SIGKILL)
+        run.until_gone(coordinator, "1")
         back = run.start(1)
         run.until_waiting(coordinator, "1", or_member=True)
         run.go("step:1:6")
