@@ -52,6 +52,7 @@ from ft_core.heal.shardings import (
 from ft_core.launch import kept_files
 from ft_core.launch.board import slot
 from ft_core.launch.kept import Card, Version
+from ft_core.process_group.device_memory import DeviceEvent, devices_of
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.replica.shares import Shares
 from ft_core.replica.status import INITIAL, ReplicaStatus
@@ -127,6 +128,7 @@ class State:
         self.is_used = False
         """The loop uses the state while it waits at a step's boundary: nothing is received into it."""
         self._offered: dict[str, Any] | None = None
+        self._offered_at: list[DeviceEvent] = []
         self._received: Versions = []
         self._shardings: list[Sharding] = []
         self.sharded_models: dict[str, ShardedModel] = {}
@@ -344,6 +346,8 @@ class State:
                 tree = self._tree(without=self._read_in_step)
             self._shardings = shardings(tree)
             self._offered = tree_map(_if_large, tree) if _versions(tree) else None
+            # Not what the step queues from here on: its collectives wait for peers, which wait for the heal.
+            self._offered_at = [device.current().mark() for device in devices_of(self._offered)]
 
     def load(self, session: Session) -> None:
         """Put the fetched state in place. Where the loop has changed it during the step, it is
@@ -388,8 +392,13 @@ class State:
             return None
         if in_step:
             # The loop may run: what it changes before this is overwritten, and later is noticed.
-            self._received = _versions(offered)
-        tree = offered if in_step else self._tree()
+            tree, self._received = offered, _versions(offered)
+            for queued in self._offered_at:
+                queued.synchronize()
+        else:
+            tree = self._tree()
+            for device in devices_of(tree):
+                device.synchronize()
         return {"user": tree, "batches_committed": 0, "shardings": self._shardings}
 
     def _tree(self, without: Set[str] = frozenset()) -> dict[str, Any]:

@@ -21,6 +21,8 @@ LAUNCHES = 4
 STALL = 0.1
 _TENSORS = 64
 _STEPS = 4
+_FIRST_REDUCED = 0.4
+"""Of a step's computation: forward, a third of it, and a bit of backward."""
 
 
 def gb_s(place: Place, nbytes: int, work: Callable[[], object]) -> float:
@@ -139,16 +141,20 @@ def _manager(member: Member, lighthouse: str) -> Manager:
 
 
 def _step(member: Member, manager: Manager) -> None:
+    """As DDP does it: what backward has first is reduced while the device is busy with the rest."""
     manager.start_quorum()
-    if member.index == 0:  # the newcomer has a device of its own, elsewhere
-        _compute(member)
-    reduced = member.place.full(member.index, 1024, 1.0)
-    manager.allreduce(reduced).wait()
+    computes = member.index == 0  # the newcomer has a device of its own, elsewhere
+    if computes:
+        _compute(member, _FIRST_REDUCED)
+    reduced = manager.allreduce(member.place.full(member.index, 1024, 1.0))
+    if computes:
+        _compute(member, 1 - _FIRST_REDUCED)
+    reduced.wait()
     manager.should_commit()
 
 
-def _compute(member: Member) -> None:
-    """Keep the device busy for a step, as forward and backward do."""
+def _compute(member: Member, share: float) -> None:
+    """Keep the device busy for this part of a step, as forward and backward do."""
     place, kept = member.place, member.kept
     if "factors" not in kept:
         kept["factors"] = torch.randn(
@@ -160,7 +166,7 @@ def _compute(member: Member) -> None:
         _multiply(kept["factors"], 10)
         place.synchronize()
         kept["products"] = round(10 * place.step_s / (time.perf_counter() - began))
-    _multiply(kept["factors"], kept["products"])
+    _multiply(kept["factors"], round(kept["products"] * share))
 
 
 def _multiply(factors: torch.Tensor, times: int) -> None:

@@ -67,7 +67,6 @@ class Lane:
             stream = self._streams.get(device)
             if stream is None:
                 stream = self._streams[device] = device.new_stream()
-                stream.after(device.current().mark())
             stream.copy(target, slot)
         self._events[self._next] = [stream.mark() for stream in self._streams.values()]
         self._next = (self._next + 1) % _STAGING_SLOTS
@@ -83,7 +82,7 @@ class Receiver:
 
     Args:
         manifest: of the state that is fetched.
-        into: the target's own tree, or None.
+        into: the target's own tree, or None. Nothing that is queued for its devices uses what it holds.
         chunk_bytes: the largest chunk.
 
     Raises HealError if there is not enough memory, or `into` lies on an unsupported device.

@@ -210,7 +210,7 @@ class Publication:
             self.live.clear()
             self._on.clear()
             buffers, self._buffers = self._buffers, []
-        if not all(event.query() for event in self._ready):
+        if not self.ready:
             return  # a device still writes to them
         for buffer in sorted(buffers, key=lambda b: b.nbytes)[-1:]:
             self._arena.give(buffer)
@@ -218,6 +218,11 @@ class Publication:
     def disown(self) -> None:
         """No byte of it counts from here on. Any thread; never waits. `close` frees its memory."""
         self.closed = True
+
+    @property
+    def ready(self) -> bool:
+        """Whether its devices are as far as they were to be when it was published. Any thread."""
+        return all(event.query() for event in self._ready)
 
     @property
     def on_host(self) -> bool:

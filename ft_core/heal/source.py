@@ -44,6 +44,7 @@ from lighthouse.wire.messages import Peer
 _log = logging.getLogger(__name__)
 _MAX_RETIRED = 64  # keys remembered, so that a late reader is told "gone" instead of left waiting
 _MAX_HOLD_S = 24 * 3600.0
+_DEVICE_POLL_S = 0.005
 _REPUBLISH_GRACE_S = 2.0  # a reader of a retired version may be early for its next publication
 
 
@@ -427,7 +428,9 @@ class HealServer:
 
     def _next_wait_ms(self) -> int | None:
         with self._lock:
-            times = (r.next_deadline(self._retired) for r in self._readers.values())
+            times = [r.next_deadline(self._retired) for r in self._readers.values()]
+            if any(map(self._is_for, self._readers.values())):
+                times.append(time.monotonic() + _DEVICE_POLL_S)
             soonest = min(times, default=None)
         return self._endpoint.sleep_ms(soonest)
 
@@ -512,19 +515,23 @@ class HealServer:
             self._review_readers()
 
     def _review_readers(self) -> None:
-        """Start readers whose version is here, tell those whose version is gone, drop the expired."""
+        """Start readers whose version is here, tell those whose version is gone, drop the expired.
+
+        A version is here when its devices have come to it. Were a reader started before, the rest of their
+        step would count as a part of the transfer, and the reader would give it up as too slow.
+        """
         now = time.monotonic()
         with self._lock:
             current = self._publication
             # By the clock alone: by then the reader has given up, whichever process was stopped.
             for identity in [i for i, r in self._readers.items() if r.expires <= now]:
                 del self._readers[identity]
-            started = [
+            here = [
                 (identity, reader)
                 for identity, reader in self._readers.items()
                 if self._is_for(reader)
             ]
-            begun = {identity for identity, _ in started}
+            begun = {identity for identity, _ in here}
             waiting = (r.key for i, r in self._readers.items() if i not in begun)
             self.observed_from = min(
                 (key.step for key in waiting if key.lineage == ANY), default=None
@@ -539,9 +546,9 @@ class HealServer:
                 del self._readers[identity]
         for identity, reply in replies:
             self._send(identity, reply)
-        for identity, reader in started:
-            assert current is not None
-            self._start(identity, reader, current)
+        if current is not None and current.ready:
+            for identity, reader in here:
+                self._start(identity, reader, current)
 
     def _start(self, identity: Peer, reader: Reader, current: Publication) -> None:
         reader.chunks = current.layout.chunks(reader.chunk_bytes)

@@ -46,6 +46,7 @@ from ft_core.heal.transport import (
     read_memory,
     reading_socket,
 )
+from ft_core.process_group.device_memory import devices_of
 from lighthouse.config import split_address
 from lighthouse.errors import ProtocolError
 from lighthouse.waits import Overdue
@@ -563,7 +564,12 @@ class _Fetch:
         own state is whole, whatever becomes of the sources."""
         if not self._memory.done():
             assert self._manifest is not None
-            into = self._into() if callable(self._into) else self._into
+            if callable(self._into):
+                into = self._into()
+            else:
+                into = self._into
+                for device in devices_of(into):
+                    device.synchronize()
             self._memory.set_result(Receiver(self._manifest, into, self._chunk_bytes))
         return self._memory.result()
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves
 
 
 class DeviceEvent(Protocol):
@@ -76,6 +77,10 @@ class CopyDevice(Protocol):
         """Whether the calling thread's stream is being captured into a graph."""
         ...
 
+    def synchronize(self) -> None:
+        """Block the host until all is done that was queued in any stream."""
+        ...
+
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -92,6 +97,12 @@ def let_others_capture() -> None:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+class _CudaEvent(torch.cuda.Event):
+    def query(self) -> bool:
+        let_others_capture()
+        return bool(super().query())
 
 
 class _CudaStream:
@@ -116,7 +127,7 @@ class _CudaStream:
                 each.record_stream(self._stream)
 
     def mark(self) -> DeviceEvent:
-        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+        event = _CudaEvent(blocking=True)  # a thread that waits for it sleeps
         self._stream.record_event(event)
         return event
 
@@ -149,6 +160,10 @@ class _CudaCopies:
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
+    def synchronize(self) -> None:
+        let_others_capture()
+        torch.cuda.synchronize(self._device)
+
 
 _cuda_copies = functools.cache(_CudaCopies)
 
@@ -168,6 +183,12 @@ def device_of(tensor: Tensor) -> CopyDevice | None:
         if found is not None:
             return found
     return None
+
+
+def devices_of(tree: Any) -> set[CopyDevice]:
+    """Those of all tensors in a tree."""
+    found = (device_of(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return {device for device in found if device is not None}
 
 
 def first_device(values: Sequence[Any]) -> CopyDevice | None:

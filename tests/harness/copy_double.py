@@ -153,6 +153,10 @@ class CopyDouble:
     def capturing(self) -> bool:
         return self.captures
 
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.drain()
+
     def find(self, tensor: Tensor) -> CopyDouble | None:
         return self if self.holds(tensor) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ft_core.heal import HealError, HealKey, HealProgress, HealServer, fetch
+from ft_core.heal.transfer_plan import PACE_AFTER_S
 from tests.ft_core.heal.support import KEY, same, soon, state
 from tests.harness.copy_double import CopyDouble
 from tests.harness.waiting import PATIENCE_S, until
@@ -143,3 +145,36 @@ def test_a_target_receives_into_its_device(make_server: MakeServer, device: Copy
     assert device.done == device.queued > 0
     assert same(back, tree)
     assert all(back[key] is mine[key] for key in mine if key != "epoch")
+
+
+def test_a_target_receives_after_what_was_queued_for_its_memory(
+    make_server: MakeServer, device: CopyDouble
+) -> None:
+    tree, mine, hold = state(8), placed(device, state(8, seed=1)), threading.Event()
+    server = make_server()
+    server.publish(KEY, tree | {"across": mine["across"].clone(), "step": mine["step"]})
+    device.model.run(lambda: hold.wait(PATIENCE_S))
+    update(device, mine, 9)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(fetch, [server.address], KEY, into=mine, deadline=soon())
+        until(lambda: server.stats().opened == 1)
+        hold.set()
+        back, _ = reading.result()
+    assert all(back[key] is mine[key] for key in mine if isinstance(mine[key], torch.Tensor))
+    assert same({key: mine[key] for key in tree}, tree)
+
+
+def test_the_pace_of_a_transfer_is_that_of_its_bytes(
+    make_server: MakeServer, device: CopyDouble
+) -> None:
+    """The source computes for a second before its state is as published. Judged by that second, the rest of
+    so many chunks would take minutes."""
+    tree, server, hold = placed(device, state(32)), make_server(), threading.Event()
+    device.model.run(lambda: hold.wait(PATIENCE_S))
+    server.publish(KEY, tree, copy=False)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(fetch, [server.address], KEY, deadline=soon(20), chunk_bytes=1 << 16)
+        until(lambda: server.stats().opened == 1)
+        time.sleep(1.5 * PACE_AFTER_S)
+        hold.set()
+        assert same(reading.result()[0], tree)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.copy_double import CopyDouble
 from tests.harness.waiting import PATIENCE_S
 
 SIDE = 600  # a weight of 1.4 MB
@@ -79,6 +80,27 @@ def test_large_tensors_arrive_in_place_under_a_loop_that_computes(members: list[
 
     run(members, compute)
     assert joiner.loaded == [place]
+    assert joiner.heals == 1
+
+
+def test_what_the_step_queues_for_a_device_does_not_hold_up_the_heal(members: list[Member]) -> None:
+    """Its collective waits for the peer, which waits for the heal. What was queued before the step is done
+    before the first byte arrives."""
+    joiner, begun = members[1], threading.Event()
+    weight = joiner.layer.weight.data
+    with CopyDouble() as device:
+        device.place(weight)
+
+        def compute() -> None:
+            device.model.run(lambda: begun.wait(PATIENCE_S) and weight.fill_(9.0))
+            joiner.manager.start_quorum()
+            device.model.run(lambda: joiner.healed.wait(PATIENCE_S))
+            begun.set()
+            assert joiner.healed.wait(PATIENCE_S)
+            assert joiner.end_step()
+
+        run(members, compute)
+        assert not device.faults
     assert joiner.heals == 1
 
 
