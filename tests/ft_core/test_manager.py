@@ -380,7 +380,7 @@ def test_what_updates_nothing_may_be_committed_by_fewer():
 
             assert not attempt(False)[0]
             committed, seen = attempt(True)
-            while not committed:  # the first may have begun again before it heard that the other has rejoined
+            while not committed:  # one began again before it heard that the other has rejoined
                 committed, seen = attempt(True)
             replica.close()
             return seen, float(sums)
