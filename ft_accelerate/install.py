@@ -11,7 +11,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, wh
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import EARLY, Phase
 from ft_accelerate.seams import Seam, around
+from ft_core.step import updating
 
 log = logging.getLogger("ft_accelerate")
 
@@ -342,8 +343,10 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
         )
     if runtime.reducer.busy:
         runtime.reducer.check_complete()
-    original(self, closure)
-    runtime.updated()
+    # What it raises, which the script may catch, costs this process its state: that may be half updated.
+    with nullcontext() if runtime.manager is None else updating(runtime.manager):
+        original(self, closure)
+    runtime.position.step_taken()
     return None
 
 

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer as TorchOptimizer
 
-from ft_core.step import StepManager
+from ft_core.step import StepManager, updating
 
 log = logging.getLogger("ft_core")
 
@@ -107,12 +107,8 @@ class OptimizerWrapper(TorchOptimizer):
         return loss
 
     def _update(self) -> None:
-        try:
+        with updating(self.manager):
             self.optim.step()
-        except BaseException as error:  # a loop may catch it and go on
-            self.manager.update_failed(error)
-            raise
-        self.manager.updated()
 
     def _vote(self) -> bool:
         self._open = False

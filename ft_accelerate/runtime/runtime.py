@@ -347,13 +347,6 @@ class Runtime:
         if self.manager is not None:
             self.manager.compare_states(not drifts)
 
-    def updated(self) -> None:
-        """An optimizer has stepped. Each member counts this: one that has caught an exception in
-        its place differs from its peers at the next vote, and heals."""
-        self.position.step_taken()
-        if self.manager is not None:
-            self.manager.updated()
-
     # ------------------------------------------------------------------ operations
 
     def operation(

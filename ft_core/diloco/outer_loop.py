@@ -26,6 +26,7 @@ from ft_core.diloco.outer_step import OuterReduce, OuterStep, squared_norm
 from ft_core.diloco.schedule import Schedule, ScheduleEvent, Windows
 from ft_core.process_group import ProcessGroupError
 from ft_core.replica.status import WorldSizeMode
+from ft_core.step import updating
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
@@ -334,12 +335,8 @@ class OuterLoop:
             self._discard(sent)
             return False
         assert sent is not None
-        try:
+        with updating(manager):
             self._finish(sent)
-        except BaseException as error:
-            manager.update_failed(error)
-            raise
-        manager.updated()
         self.stats.committed += 1
         return True
 

@@ -28,6 +28,7 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.errors import GroupLeft
 from ft_core.launch.ending import Sigterm
 from ft_core.replica.status import Participation
+from ft_core.step import updating
 from ft_lightning.fabric.fabric_agreements import FabricAgreementsMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window
 from ft_lightning.shared.step_collectives import forget_unscaling
@@ -322,9 +323,9 @@ class FabricStepMixin(FabricAgreementsMixin):
         if self.last_step_committed:
             self._check_update(optimizer)
             self.progress.step += self._window.count_update()
-            output = super().optimizer_step(optimizer, **kwargs)
             assert self._manager is not None
-            self._manager.updated()
+            with updating(self._manager):
+                output = super().optimizer_step(optimizer, **kwargs)
             return output if closure is None else result
         forget_unscaling(self.precision, optimizer)
         return result

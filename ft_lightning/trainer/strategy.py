@@ -490,14 +490,29 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Called by Lightning (or by the user's `optimizer.step`). Members count their updates: one
-        that has caught an exception in place of an update differs from its peers at the next vote."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._votes_each_step:
-            if self._saved is not None:
-                self._saved.settled()
-            if self._manager is not None:
-                self._manager.updated()
+        """Called by Lightning (or by the user's `optimizer.step`). An update that raises, which the user's
+        code may catch, costs this group its state: it may be half done."""
+        if not self._votes_each_step:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        module = self.lightning_module
+        due = module is not None and not module.automatic_optimization
+
+        def ends_step() -> Any:  # with the vote, in automatic optimization
+            nonlocal due
+            output = closure()
+            due = True
+            return output
+
+        try:
+            output = super().optimizer_step(optimizer, ends_step, model, **kwargs)
+        except BaseException as error:
+            if due and self._manager is not None:
+                self._manager.update_failed(error)
+            raise
+        if self._saved is not None:
+            self._saved.settled()
+        if self._manager is not None:
+            self._manager.updated()
         return output
 
     def _tell_loss(self, loss: torch.Tensor) -> None:

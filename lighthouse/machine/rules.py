@@ -298,8 +298,8 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 _TORN = (
-    "every waiting replica group holds a state that was partly overwritten by a heal whose source "
-    "is gone: start the replica groups again, from a checkpoint if there is one"
+    "no waiting replica group holds a whole state, since the source of its heal is gone or an update of its "
+    "own has raised: start the replica groups again, from a checkpoint if there is one"
 )
 
 

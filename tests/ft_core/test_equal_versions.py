@@ -17,6 +17,7 @@ from ft_core.ddp import DistributedDataParallel
 from ft_core.errors import StepInDoubt
 from ft_core.optimizer import Optimizer
 from ft_core.replica.status import Attempt
+from lighthouse.errors import JoinRefused
 from tests.harness import cluster
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import until
@@ -256,39 +257,62 @@ class FailsOnce(torch.optim.SGD):
         super().step()
 
 
+def train_that_skips(server: Any, name: str, fail_at: int, net: torch.nn.Module) -> int:
+    """Six steps of a loop that skips a batch whose update runs out of memory; how many did."""
+    inner = FailsOnce(net.parameters(), lr=0.1)
+    inner.fail_at = fail_at
+    manager = cluster.manager(
+        server.address(),
+        name,
+        expected_replicas=2,
+        load_state_dict=net.load_state_dict,
+        state_dict=net.state_dict,
+    )
+    model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, inner)
+    raised = 0
+    try:
+        while manager.current_step() < 6:
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).square().sum().backward()
+            try:
+                optimizer.step()
+            except torch.OutOfMemoryError:
+                raised += 1
+    finally:
+        manager.shutdown()
+    return raised
+
+
+def equal_nets() -> list[torch.nn.Module]:
+    nets = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    return list(nets)
+
+
 def test_an_optimizer_that_raises_after_the_commit() -> None:
     """The loop skips the batch, as many loops do; the member heals."""
+    a, b = equal_nets()
     with lighthouse() as server:
-        models: list[torch.nn.Module] = []
+        raised = both(
+            lambda: train_that_skips(server, "r0", -1, a),
+            lambda: train_that_skips(server, "r1", 3, b),
+        )
+    assert raised == [0, 1]
+    assert all(torch.equal(a.state_dict()[key], b.state_dict()[key]) for key in a.state_dict())
 
-        def run(name: str, fail_at: int) -> int:
-            torch.manual_seed(1)
-            net = torch.nn.Linear(3, 3)
-            models.append(net)
-            inner = FailsOnce(net.parameters(), lr=0.1)
-            inner.fail_at = fail_at
-            manager = cluster.manager(
-                server.address(),
-                name,
-                expected_replicas=2,
-                load_state_dict=net.load_state_dict,
-                state_dict=net.state_dict,
-            )
-            model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, inner)
-            raised = 0
-            while manager.current_step() < 6:
-                optimizer.zero_grad()
-                model(torch.ones(2, 3)).square().sum().backward()
-                try:
-                    optimizer.step()
-                except torch.OutOfMemoryError:
-                    raised += 1
-            manager.shutdown()
-            return raised
 
-        assert both(lambda: run("r0", -1), lambda: run("r1", 3)) == [0, 1]
-        a, b = (model.state_dict() for model in models)
-        assert all(torch.equal(a[key], b[key]) for key in a)
+def test_optimizers_that_raise_in_all_members_end_the_job_with_that_reason() -> None:
+    """Each may have updated other halves."""
+    a, b = equal_nets()
+
+    def refused(name: str, net: torch.nn.Module) -> str:
+        with pytest.raises(JoinRefused) as caught:
+            train_that_skips(server, name, 3, net)
+        return str(caught.value)
+
+    with lighthouse() as server:
+        for said in both(lambda: refused("r0", a), lambda: refused("r1", b)):
+            assert "an update of its own has raised" in said
 
 
 def test_a_member_that_is_alone_keeps_its_state() -> None:

@@ -123,7 +123,8 @@ class CopyDouble:
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        return _address(tensor) in self._placed
+        part = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no memory itself
+        return _address(part) in self._placed
 
     def check(self, target: Tensor, source: Tensor) -> None:
         for each in (target, source):

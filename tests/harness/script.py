@@ -46,11 +46,12 @@ def digest(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> str:
     return total.hexdigest()
 
 
-def fail_once(optimizer: Any, here: Callable[[], bool], *, half: bool) -> None:
-    """The first update of which `here()` holds raises OutOfMemoryError. `half`: parts of it are done."""
+def fail_once(optimizer: Any, here: Callable[[], bool], *, half: bool, after: bool = False) -> None:
+    """The first update of which `here()` holds raises OutOfMemoryError. `half`: parts of it are done. `after`: at
+    its end, for optimizers whose closure computes the step."""
     import torch
 
-    def before_update(inner: Any, args: Any, kwargs: Any) -> None:
+    def fail(inner: Any, args: Any, kwargs: Any) -> None:
         if not here():
             return
         handle.remove()
@@ -59,7 +60,8 @@ def fail_once(optimizer: Any, here: Callable[[], bool], *, half: bool) -> None:
                 inner.param_groups[0]["params"][0].add_(77.0)
         raise torch.OutOfMemoryError("injected")
 
-    handle = optimizer.register_step_pre_hook(before_update)
+    hooks = optimizer.register_step_post_hook if after else optimizer.register_step_pre_hook
+    handle = hooks(fail)
 
 
 def flip_bit(parameter: Any) -> None:

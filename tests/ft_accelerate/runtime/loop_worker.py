@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {
     # through its past
     "holds": [],
     "inject": {},  # {"<step>": index}: this replica group reports an error once
-    "raises": {},  # {"<step>": index}: its optimizer raises once, and the loop goes on
+    "raises": {},  # {"<step>": [index, ...]}: their optimizers raise once, and the loop goes on
     "flips": {},  # {"<step>": index}: a bit of its parameters flips after that step, once
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
@@ -246,7 +246,9 @@ def run(options: dict[str, Any]) -> None:
         torch.manual_seed(accelerator.process_index)
     fail_once(
         optimizer.optimizer,
-        lambda: options["raises"].get(str(global_step)) == accelerator.process_index and log.live,
+        lambda: (
+            accelerator.process_index in options["raises"].get(str(global_step), ()) and log.live
+        ),
         half=True,
     )
     average = Average()

@@ -266,24 +266,29 @@ def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighth
     assert compare(run.lines(0), run.lines(1)) > windows
 
 
+@pytest.mark.parametrize("raising", [[1], [1, 2]], ids=["one of two", "two of three"])
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate": 3, "gather_loss": True}], ids=["", "window"]
 )
 def test_an_optimizer_that_raises_and_a_loop_that_goes_on(
-    tmp_path: Path, lighthouse: str, options: dict[str, object]
+    tmp_path: Path, lighthouse: str, options: dict[str, object], raising: list[int]
 ) -> None:
-    """Parts of the update are done. At the next vote the process differs from its peers: it takes
-    their state, and its script goes to their place, without a restart."""
-    raises = {"3": 1}
+    """Parts of the update are done. The process gives up its state, and takes its peers', also where most have
+    raised; its script goes to their place, without a restart."""
+    raises, groups = {"3": raising}, len(raising) + 1
     with running(tmp_path, lighthouse, raises=raises, epochs=3, **options) as run:
-        run.wait(run.start(0), run.start(1))
-    assert [line["step"] for line in run.lines(1, "raised")] == [4]
+        run.wait(*(run.start(index, groups) for index in range(groups)))
+    ends = [run.end(index) for index in range(groups)]
     for key in ("digest", "step", "ticks", "lr", "count"):
-        assert run.end(0)[key] == run.end(1)[key], key
-    lines = run.lines(0), run.lines(1)
-    assert compare(*lines) == len(lines[1]) > len(lines[0]) // 2
-    assert lines[1][-1]["step"] == run.end(0)["step"] == len(lines[0])
-    assert len(run.lives(1)) == 1
+        assert len({end[key] for end in ends}) == 1, key
+    steps = run.lines(0)
+    assert len(steps) == ends[0]["step"]
+    for index in raising:
+        assert [line["step"] for line in run.lines(index, "raised")] == [4]
+        lines = run.lines(index)
+        assert compare(steps, lines) == len(lines) > len(steps) // 2
+        assert lines[-1]["step"] == len(steps)
+        assert len(run.lives(index)) == 1
 
 
 def test_a_flipped_bit_is_named_and_healed(tmp_path: Path) -> None:

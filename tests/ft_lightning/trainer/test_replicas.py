@@ -240,24 +240,36 @@ def test_manual_optimization_repeats_a_discarded_step(tmp_path: Path, lighthouse
     assert run.end(0)["runs"] == run.end(1)["runs"] == [[0, b] for b in range(BATCHES)]
 
 
-def test_an_optimizer_that_raises_in_a_training_step_that_goes_on(
-    tmp_path: Path, coordinator: LighthouseServer
+@pytest.mark.parametrize("raising", [[1], [1, 2]], ids=["one of two", "two of three"])
+@pytest.mark.parametrize("manual", [True, False], ids=["manual", "automatic"])
+def test_an_optimizer_that_raises_in_a_loop_that_goes_on(
+    tmp_path: Path, coordinator: LighthouseServer, manual: bool, raising: list[int]
 ) -> None:
-    """Parts of the update are done. At the next vote the group differs from its peers: it takes
-    their state and place, without a restart."""
-    options = {"manual": True, "max_epochs": 2, "raises": {"3": 1}, "holds": ["step:16"]}
+    """Parts of the update are done. The group gives up its state, and takes its peers' and their place, without
+    a restart; also where most have raised."""
+    options = {"manual": manual, "max_epochs": 2, "raises": {"3": raising}, "holds": ["step:16"]}
+    groups = len(raising) + 1
+    batches = -(-2 * BATCHES // groups)
     with running(tmp_path, coordinator.address(), **options) as run:
-        zero, one = run.start(0), run.start(1)
+        processes = [run.start(index, groups) for index in range(groups)]
         run.until_held(0, "step:16")
-        run.until_waiting(coordinator, "1", or_member=True)
+        for index in raising:
+            run.until_waiting(coordinator, str(index), or_member=True)
         run.go("step:16")
-        run.wait(zero, one)
-    assert [line["step"] for line in run.lines(1, "raised")] == [3]
-    assert compare(run.lines(0), run.lines(1)) >= BATCHES
-    assert run.end(0)["digest"] == run.end(1)["digest"]
-    assert run.end(0)["step"] == run.end(1)["step"] == 2 * BATCHES
-    assert run.end(0)["runs"] == [[e, b] for e in range(2) for b in range(BATCHES)]
-    assert len(run.lives(1)) == 1
+        run.wait(*processes)
+    ends = [run.end(index) for index in range(groups)]
+    assert len({end["digest"] for end in ends}) == 1
+    assert {end["step"] for end in ends} == {2 * batches}
+    assert ends[0]["runs"] == [[e, b] for e in range(2) for b in range(batches)]
+    for index in raising:
+        assert [line["step"] for line in run.lines(index, "raised")] == [3]
+        lines = run.lines(index)
+        if (
+            not manual
+        ):  # Lightning takes the step for made: this line shows what the group has given up
+            assert lines.pop(3)["step"] == 4
+        assert compare(run.lines(0), lines) >= batches
+        assert len(run.lives(index)) == 1
 
 
 def test_a_flipped_bit_is_named_and_healed(tmp_path: Path, coordinator: LighthouseServer) -> None:

@@ -44,7 +44,7 @@ OPTIONS: dict[str, Any] = {
     "seed": 7,
     "own_start": False,  # each process begins with other parameters
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
-    "raises": {},  # {"<global step>": replica index}: its optimizer raises once (manual)
+    "raises": {},  # {"<global step>": [replica index, ...]}: their optimizers raise once, and are caught
     "flips": {},  # {"<global step>": replica index}: a bit of its parameters flips after that step, once
     "dies": {},  # {"<global step>": replica index}: it is killed in that step's backward, once
     "manual": False,
@@ -148,18 +148,25 @@ class Model(LightningModule):
             assert len(self.all_gather(loss)) == 1  # no rank waits for one that may be dead
         self.log("val_loss", loss, sync_dist=self.options["gathers"])
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().optimizer_step(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            self.files.append("raised", step=self.trainer.global_step)
+
     def configure_optimizers(self) -> Any:
         if self.options["gan"]:
             parts = [self.net[0].parameters(), self.net[3].parameters()]
             return [torch.optim.AdamW(part, lr=0.01) for part in parts]
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        raises = self.options["raises"]
+        fail_once(
+            optimizer,
+            lambda: self.global_rank in raises.get(str(self.trainer.global_step), ()),
+            half=True,
+            after=not self.options["manual"],
+        )
         if self.options["manual"]:
-            raises = self.options["raises"]
-            fail_once(
-                optimizer,
-                lambda: raises.get(str(self.trainer.global_step)) == self.global_rank,
-                half=True,
-            )
             return optimizer
         step = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
         epoch = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
