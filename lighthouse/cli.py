@@ -165,8 +165,7 @@ def _serve(
     with server, contextlib.ExitStack() as pages:
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, lambda _signum, _frame: server.request_stop())
-        tell(server.bound)  # first: once the line is out, a death must lead to a new start
-        lines.start("" if address else f"lighthouse listening on {server.address()}")
+        page = None
         if web_address is not None:
             from lighthouse.web import StatusPage  # http.server is not needed otherwise
 
@@ -176,6 +175,9 @@ def _serve(
                 )
             except OSError as error:
                 _fail(f"can't show the status page on {web} ({error.strerror}): choose another")
+        tell(server.bound)  # first: once the line is out, a death must lead to a new start
+        lines.start("" if address else f"lighthouse listening on {server.address()}")
+        if page is not None:
             lines.say(f"status page on {page.url}")
         try:
             while not server.join(SIGNAL_LOOK_S):

@@ -10,11 +10,11 @@ whose queue is full, and one whose identity another connection has taken over. S
 - A peer's queue has no limit, and no connection takes over another's identity. What limits a peer
   is what it may cost: one that sends more is disconnected (`_spend`), and so is one that does not
   read its answers.
-- A connection that says nothing makes way when descriptors run short. Where a process does more than
-  serve, it does so before: a training has other uses for its descriptors.
-- ZeroMQ never reads a connection that has chosen a routing id which another one has, and keeps what
-  it sends until the socket is closed. One that sends much and is not heard is disconnected
-  (`_look_at_strangers`). A routing id that is guessed right, of 2**32, makes ZeroMQ abort: whatever
+- A connection that says nothing makes way when descriptors run short, and then one that is nobody's
+  (`keeps`). Where a process does more than serve, it does so before: a training has other uses for its descriptors.
+- ZeroMQ keeps what it can't hand over: the parts of a message whose last one does not come, and all that a
+  connection sends which has chosen a routing id that another one has. One that sends much and is not heard is
+  disconnected (`_look_at_unheard`). A routing id that is guessed right, of 2**32, makes ZeroMQ abort: whatever
   runs a server starts its process again.
 
 A `Peer` is one connection: the identity, "#", and a number. `messages.same_process` compares them.
@@ -54,10 +54,13 @@ DESCRIPTORS_KEPT = 64
 UNHEARD_BYTES = 2 * codec.MAX_REQUEST_BYTES
 """What a connection may send while ZeroMQ hands over nothing of it: more than the first part of the
 largest request. Heartbeats alone take hours."""
-LOOK_S = 0.5
-"""Between two looks at such connections, while there are any."""
-LOOK_AT = 64
+LOOK_S = 0.1
+"""Between two looks at what connections have sent, while there are any."""
+LOOK_AT = 16
 """Of them at a time."""
+ROOM_S = 0.01
+"""Between two times at which room is made for a connection that could not be accepted: ZeroMQ tries, and says so,
+without a pause."""
 COMPLAIN_S = 60.0
 """One line in the log in this time about each kind of trouble with strangers."""
 
@@ -95,6 +98,7 @@ class Endpoint:
         timeouts: its heartbeats are used.
         service: what connections must ask for.
         admits: whether a connection that presents this identity is let in.
+        keeps: whether a peer is more than one that asks, and is not ended to make room.
         limits: of its frames and queues.
 
     Raises OSError with a sentence for a person if the address can't be bound.
@@ -108,9 +112,10 @@ class Endpoint:
         *,
         service: str,
         admits: Callable[[str], bool] = bool,
+        keeps: Callable[[Peer], bool] = bool,
         limits: sockets.ServerLimits = sockets.LIMITS,
     ) -> None:
-        self._service, self._admits = service.encode(), admits
+        self._service, self._admits, self._keeps = service.encode(), admits, keeps
         self._ends_slow, self._most_strangers = limits.ends_slow, limits.strangers
         self._authenticator = sockets.open_authenticator(context)
         try:
@@ -136,6 +141,9 @@ class Endpoint:
         self._met = 0
         self._most = _most_connections()
         self._looked = 0
+        self._seen: dict[int, tuple[int, int]] = {}  # of a descriptor: what it had cost, and sent
+        self._ending: set[int] = set()
+        self._room_at = 0.0
         self.look_at = math.inf
         """When the owner is to call `attend`, also if nothing is readable; of `time.monotonic`."""
 
@@ -165,8 +173,8 @@ class Endpoint:
             self.refused += not admitted
             sockets.answer_request(self._authenticator, request, admitted)
         self._read_monitor()
-        if self._routes.strange:
-            self._look_at_strangers(time.monotonic())
+        if self._routes.connections:
+            self._look_at_unheard(time.monotonic())
         else:
             self.look_at = math.inf
 
@@ -174,25 +182,36 @@ class Endpoint:
         while (entry := sockets.read_monitor(self._monitor)) is not None:
             event, value = entry
             if event == sockets.ACCEPTED:
+                self._forget(value)
                 self._routes.accepted(value)
-                if self._routes.connections > self._most:
-                    self._make_room()
-                elif self._routes.strange > self._most_strangers:
+                if self._routes.connections - len(self._ending) > self._most:
+                    self._make_room(value)
+                elif self._routes.strange - len(self._ending) > self._most_strangers:
                     self._end_strangers()
             elif event == sockets.DISCONNECTED:
+                self._forget(value)
                 self._routes.closed(value, time.monotonic())
-            elif event == sockets.ACCEPT_FAILED:
+            elif event == sockets.ACCEPT_FAILED and (now := time.monotonic()) >= self._room_at:
+                self._room_at = now + ROOM_S
                 self._make_room()
 
-    def _make_room(self) -> None:
-        """Too many connections: end the oldest of those that have said nothing."""
+    def _forget(self, fd: int) -> None:
+        self._seen.pop(fd, None)
+        self._ending.discard(fd)
+
+    def _make_room(self, newest: int | None = None) -> None:
+        """Too many connections: end the oldest of those that have said nothing; where there is none, of those that
+        are nobody's; else the newest."""
         self.complaints.say(
-            "%d connections are open, and this process may have %d: those that say nothing are "
+            "%d connections are open, and this process may have %d: those that say nothing, or have only asked, are "
             "ended; raise the limit of open files (ulimit -n) if they are meant",
             self._routes.connections,
             self._most,
         )
-        self._end_oldest()
+        if not self._end_oldest([fd for fd in self._routes.strangers() if fd != newest]):
+            fds = (fd for peer, fd in self._routes.fd_of.items() if not self._keeps(peer))
+            if not self._end_oldest(list(fds)) and newest is not None:
+                self._hang_up(newest)
 
     def _end_strangers(self) -> None:
         """Too many connections have said nothing."""
@@ -201,24 +220,33 @@ class Endpoint:
             self._most_strangers,
             self.address,
         )
-        self._end_oldest()
+        self._end_oldest(self._routes.strangers())
 
-    def _end_oldest(self) -> None:
-        strangers = self._routes.strangers()
-        for fd in strangers[: max(1, len(strangers) // 4)]:
+    def _end_oldest(self, fds: list[int]) -> bool:
+        """End a quarter of these connections; whether there are any."""
+        left = [fd for fd in fds if fd not in self._ending]
+        for fd in left[: max(1, len(left) // 4)]:
             self._hang_up(fd)
+        return bool(left)
 
-    def _look_at_strangers(self, now: float) -> None:
+    def _look_at_unheard(self, now: float) -> None:
         """End connections that send, and are not heard."""
         if self.look_at == math.inf:
             self.look_at = now + LOOK_S
         if now < self.look_at:
             return
         self.look_at = now + LOOK_S
-        strangers = self._routes.strangers()
-        self._looked = 0 if self._looked >= len(strangers) else self._looked
-        for fd in strangers[self._looked : self._looked + LOOK_AT]:
-            if self._received_by(fd) > UNHEARD_BYTES:
+        spent = {fd: self._spent.get(self._route_of[p], 0) for p, fd in self._routes.fd_of.items()}
+        fds = self._routes.open()
+        self._looked = 0 if self._looked >= len(fds) else self._looked
+        for fd in fds[self._looked : self._looked + LOOK_AT]:
+            cost, received = spent.get(fd, 0), self._received_by(fd)
+            before = self._seen.get(fd, (0, 0))
+            if (
+                cost != before[0]
+            ):  # it was heard since: all that it had sent before that is handed over
+                self._seen[fd] = cost, received
+            elif received - before[1] > UNHEARD_BYTES:
                 self.complaints.say("disconnected a peer that sends what can't be read")
                 self.disconnected += 1
                 self._hang_up(fd)
@@ -254,6 +282,7 @@ class Endpoint:
 
     def _hang_up(self, fd: int) -> None:
         """Shut the connection behind `fd` down; ZeroMQ's thread then closes it."""
+        self._ending.add(fd)
         with self._connection(fd) as connection:
             if connection is not None:
                 connection.shutdown(socket.SHUT_RDWR)

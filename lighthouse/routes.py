@@ -43,6 +43,10 @@ class Routes:
         """How many connections have said nothing yet."""
         return len(self._open) - len(self._peers_of)
 
+    def open(self) -> list[int]:
+        """Descriptors of all connections, the oldest one first."""
+        return list(self._open)
+
     def strangers(self) -> list[int]:
         """Descriptors of connections that have said nothing yet, the oldest one first."""
         return [fd for fd in self._open if fd not in self._peers_of]

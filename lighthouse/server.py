@@ -130,11 +130,22 @@ class LighthouseServer:
         self._journal = None
         if state_file is not None:
             self._journal = Journal(Path(state_file), max_jobs=self.config.max_jobs)
+        remembered = self._journal.remembered if self._journal else None
+        self._machine = Lighthouse(
+            self.config,
+            lambda: 1 + secrets.randbelow(MAX_NONCE),
+            remembered,
+            on_failure=self._on_failure,
+        )
         raise_descriptor_limit()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._endpoint = Endpoint(
-                self._context, endpoint, self.config.timeouts, service=SERVICE
+                self._context,
+                endpoint,
+                self.config.timeouts,
+                service=SERVICE,
+                keeps=self._machine.serves,
             )
         except BaseException:
             self._context.destroy(linger=0)
@@ -149,13 +160,6 @@ class LighthouseServer:
         self._prompt = True  # the last of them came soon: worth looking for the next
         self._complaints = Complaints()
         self._encoder = codec.Encoder()
-        remembered = self._journal.remembered if self._journal else None
-        self._machine = Lighthouse(
-            self.config,
-            lambda: 1 + secrets.randbelow(MAX_NONCE),
-            remembered,
-            on_failure=self._on_failure,
-        )
         self._commands: queue.SimpleQueue[Future[str] | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)

@@ -70,6 +70,9 @@ class Lighthouse:
             self._forget_deaths(message)
         job = self._jobs.get(message.job)
         if job is None:
+            if isinstance(message, Join) and (elsewhere := self._job_of(peer)) is not None:
+                reason = f"this connection has joined job {elsewhere.job_id!r}: connect again for another"
+                return [Send((peer,), Refused(message.job, reason))]
             if isinstance(message, Join) and not self._has_capacity():
                 reason = f"this lighthouse is full ({len(self._jobs)} jobs)"
                 return [Send((peer,), Refused(message.job, reason))]
@@ -141,6 +144,13 @@ class Lighthouse:
         self._jobs.pop(job.key, None)
         self._on_failure(job.key, error)
         return []
+
+    def serves(self, peer: Peer) -> bool:
+        """Whether a replica group is reached through `peer`."""
+        return self._job_of(peer) is not None
+
+    def _job_of(self, peer: Peer) -> JobKey | None:
+        return next((key for key, job in self._jobs.items() if job.replicas_of(peer)), None)
 
     def _has_capacity(self) -> bool:
         """Whether one more job fits, if need be in place of one that all members have left."""

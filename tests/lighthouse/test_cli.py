@@ -316,6 +316,15 @@ def test_a_browser_that_hangs_up_leaves_no_traceback(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_page_that_cannot_be_shown_ends_the_command() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run("--bind", "tcp://127.0.0.1:0", "--web", where)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"can't show the status page on {where}" in line
+
+
 def test_the_command_serves_the_page() -> None:
     with lighthouse("--web", "127.0.0.1:0") as (process, address):
         assert process.stdout is not None

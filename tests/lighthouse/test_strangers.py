@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -17,7 +18,7 @@ import msgpack
 import pytest
 import zmq
 
-from lighthouse import web
+from lighthouse import sockets, web
 from lighthouse.config import LighthouseConfig, split_address
 from lighthouse.machine.job import JobState
 from lighthouse.machine.jobs import STATUS_MEMBERS, Lighthouse
@@ -248,6 +249,62 @@ def test_a_routing_id_that_is_in_use_buys_no_memory(
                     second.sendall(b"\2" + struct.pack("!Q", 100_000) + bytes(100_000))
         until(lambda: server.status()["server"]["connections"] == 2)
         commit_together([a])
+
+
+@pytest.mark.parametrize("speaks", [b"\0\1\0", b"\0\5wrong"], ids=["hello", "a message"])
+def test_a_message_that_does_not_end_buys_no_memory(
+    server: LighthouseServer, player: PlayerFactory, speaks: bytes
+) -> None:
+    """ZeroMQ keeps its parts until the last one comes; each may be as large as a request."""
+    a = _member_of_a_quorum(player)
+    part = b"\3" + struct.pack("!Q", 100_000) + bytes(100_000)
+    while not server.status()["server"]["disconnected"]:  # a slow one ends by its heartbeats
+        with closing(_connect(server)) as endless, suppress(OSError):
+            _greet(endless, b"endless")
+            endless.sendall(speaks)
+            endless.settimeout(1.0)
+            while True:
+                endless.sendall(part)
+    commit_together([a])
+
+
+def test_those_that_have_only_asked_make_way(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
+) -> None:
+    """Where descriptors run short: each is answered, also where earlier ones stay."""
+    a = _member_of_a_quorum(player)
+    server._endpoint._most = 4
+    with ExitStack() as stack:
+        for _ in range(12):
+            asking = stack.enter_context(dealer(context))
+            asking.setsockopt(zmq.RECONNECT_IVL, -1)
+            asking.connect(server.address())
+            asking.send(codec.encode(StatusRequest()))
+            assert asking.poll(PATIENCE_S * 1000)
+        until(lambda: server.status()["server"]["connections"] <= 5)
+        commit_together([a])
+
+
+def test_failures_to_accept_do_not_make_the_server_deaf(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
+) -> None:
+    """ZeroMQ reports one after the other without a pause while there is no descriptor."""
+    a = _member_of_a_quorum(player)
+    endpoint, made = server._endpoint, []
+    real, left = sockets.read_monitor, [20_000]
+
+    def many(monitor: Any) -> tuple[int, int] | None:
+        left[0] -= 1
+        return (sockets.ACCEPT_FAILED, errno.EMFILE) if left[0] >= 0 else real(monitor)
+
+    room = endpoint._make_room
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoint, "_make_room", lambda *given: made.append(room(*given)))
+        patch.setattr(sockets, "read_monitor", many)
+        _answers(server, context)
+        assert left[0] < 0
+    assert 1 <= len(made) < 1_000
+    commit_together([a])
 
 
 def _outlive_heartbeats(address: str, context: zmq.Context[Any]) -> None:
@@ -513,4 +570,4 @@ def test_connections_that_say_nothing_make_way(context: zmq.Context[Any]) -> Non
         said, _ = process.communicate()
         assert process.returncode == 0
     (line,) = [each for each in said.splitlines() if "ulimit -n" in each]
-    assert "those that say nothing are ended" in line
+    assert "those that say nothing, or have only asked, are ended" in line

@@ -138,6 +138,6 @@ def test_all_states_are_torn(lighthouse: Lighthouse, players: Players) -> None:
         each.lineage = f"{TORN}{each.replica_id}"
         each.join(expected_replicas=2)
     for each in group:
-        _waits(each, "partly overwritten")
+        _waits(each, "no waiting replica group holds a whole state")
     for each in group:
         assert "start the replica groups again" in each.await_message(Refused).reason

@@ -149,6 +149,20 @@ def test_a_full_lighthouse_refuses_but_reuses_jobs_that_all_have_left() -> None:
     assert str(machine.status()).count("room_id") == 1
 
 
+def test_a_connection_joins_one_job() -> None:
+    """Else one stranger could hold the places of all."""
+    machine = Lighthouse(LighthouseConfig(timeouts=LIMITS), nonces())
+    machine.handle(b"a", join("a"), 0.0)
+    (said,) = sends(machine.handle(b"a", join("b", job=JobKey("other", "room")), 0.0))
+    assert isinstance(said.message, Refused)
+    assert "this connection has joined job 'job'" in said.message.reason
+    assert machine.serves(b"a")
+    machine.handle(b"b", join("b", job=JobKey("other", "room")), 0.0)
+    assert len(machine.status()["jobs"]) == 2
+    machine.disconnected(b"a", 1.0)
+    assert not machine.serves(b"a")
+
+
 # ---------------------------------------------------------------- differences
 
 
