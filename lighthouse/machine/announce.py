@@ -307,6 +307,17 @@ def mismatch(join: Join, other: Join) -> str:
     return ""
 
 
+def stops(join: Join, members: Members) -> str:
+    """Why `join` would stop the quorum that is live, as a sentence for a person; empty: it would not."""
+    asked, here = members.rules.min_replicas, len(members.by_id)
+    if join.min_replicas <= max(asked, here + 1):
+        return ""
+    return (
+        f"{join.name} asks for min_replica_size={join.min_replicas}, with which the {here} replica groups that "
+        f"train here would wait for more: start it with theirs, {asked}"
+    )
+
+
 def foreign_states(choice: Choice, members: Members, head: Position | None) -> list[str]:
     """States with which no quorum of this job goes on: a person may miss their steps."""
     healing = (members.by_id[r] for r in choice.members if r in choice.healing)

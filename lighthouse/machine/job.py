@@ -44,6 +44,7 @@ from lighthouse.machine.announce import (
     schemas,
     short_list,
     status_of,
+    stops,
     taken_id,
 )
 from lighthouse.machine.ballot import Ballot
@@ -332,9 +333,7 @@ class JobState:
         all_members = self._members.by_id
         known = all_members.get(join.replica_id)
         if known is not None and known.name != join.name:
-            return (
-                f"{known.name!r} can't become {join.name!r}: start it again under a new replica_id"
-            )
+            return f"{known.name!r} can't become {join.name!r}: start it under a new replica_id"
         count = len(all_members) + len(self._conflicts)
         if known is None and count >= self._config.max_replicas_per_job:
             return f"the job is full ({len(all_members)} replica groups)"
@@ -343,7 +342,8 @@ class JobState:
             return ""
         if text := schemas(join, other.join):
             self._effects.append(Note(self.key, text))
-        return mismatch(join, other.join)
+        stopped = stops(join, self._members) if known is None and self._live else ""
+        return mismatch(join, other.join) or stopped
 
     def _hold_back(self, peer: Peer, join: Join, now: float) -> None:
         """The name is in use: a restart may be faster than the news of the old process' death."""

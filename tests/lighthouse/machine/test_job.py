@@ -149,6 +149,19 @@ def test_a_full_lighthouse_refuses_but_reuses_jobs_that_all_have_left() -> None:
     assert str(machine.status()).count("room_id") == 1
 
 
+def test_one_that_asks_for_more_than_there_are_does_not_stop_the_others() -> None:
+    machine = Lighthouse(LighthouseConfig(timeouts=LIMITS), nonces())
+    for name in "ab":
+        machine.handle(name.encode(), join(name, expected_replicas=2), 0.0)
+    for asks, refused in ((3, False), (4, True)):
+        name = f"c{asks}"
+        (said,) = sends(machine.handle(name.encode(), join(name, min_replicas=asks), 0.0))
+        assert isinstance(said.message, Refused) == refused
+        if refused:
+            assert "min_replica_size=4, with which the 2 replica groups" in said.message.reason
+        machine.disconnected(name.encode(), 0.0)
+
+
 def test_a_connection_joins_one_job() -> None:
     """Else one stranger could hold the places of all."""
     machine = Lighthouse(LighthouseConfig(timeouts=LIMITS), nonces())
