@@ -274,6 +274,8 @@ class BulkReport:
     news: News
     chunk: int = -1
     reason: str = ""
+    part: float = 0.0
+    """MOVING: how much of the chunk has come, of 1."""
 
 
 class Inbox:
@@ -361,9 +363,9 @@ class BulkStream:
         """Wait until nothing more is written. After `end`, and with `memory` set or cancelled."""
         self._thread.join()
 
-    def _tell(self, news: News, chunk: int = -1, reason: str = "") -> None:
+    def _tell(self, news: News, chunk: int = -1, reason: str = "", part: float = 0.0) -> None:
         self._told_at = time.monotonic()
-        self._inbox.put(BulkReport(self, news, chunk, reason))
+        self._inbox.put(BulkReport(self, news, chunk, reason, part))
 
     def _run(self) -> None:
         last, reason = News.UNREACHABLE, ""
@@ -406,6 +408,7 @@ class BulkStream:
 
     def _fill(self, parts: list[memoryview], *, give_up: float | None = None) -> None:
         """Receive into all of `parts`. The plan limits a silence: see `end`."""
+        whole = sum(map(len, parts))
         while parts:
             try:
                 count = self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
@@ -417,7 +420,7 @@ class BulkStream:
                 raise ConnectionError("it closed the connection")
             parts = _rest(parts, count)
             if give_up is None and time.monotonic() >= self._told_at + PROGRESS_S:
-                self._tell(News.MOVING)
+                self._tell(News.MOVING, part=1.0 - sum(map(len, parts)) / whole)
 
     def _receive(self, index: int) -> None:
         if self._receiver is None or self._lane is None:

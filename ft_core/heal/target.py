@@ -464,7 +464,7 @@ class _Fetch:
                     for waiting in each.streams:
                         self._plan.progress(waiting, time.monotonic())
             case News.MOVING:
-                self._plan.progress(name, now)
+                self._plan.progress(name, now, report.part)
             case News.RECEIVED:
                 link.retry_s = _RETRY_S
                 self._accept(link, name, index)

@@ -59,6 +59,7 @@ class _Source:
     hi: int = 0
     outstanding: dict[int, float] = field(default_factory=dict)  # chunk -> when asked
     last_progress: float = 0.0
+    part: float | None = None  # what has come of the chunk under way, if its reports say so
     interval_s: float | None = None  # usual time between two chunks
     latency_s: float | None = None  # usual time from request to chunk
     ending: bool = False  # its connection is being ended
@@ -109,8 +110,8 @@ class TransferPlan:
 
     def hopeless_s(self, now: float, deadline: float) -> float:
         """How long the rest will take at the pace so far, if that is past `deadline` by a margin
-        (infinite: the sources have fallen silent); else 0. A chunk that each source may be sending
-        counts as received."""
+        (infinite: the sources have fallen silent); else 0. The chunk that each source is sending counts
+        by its part that has come, and as a whole where that is not known."""
         if self._began is None or deadline - self._began < 8 * PACE_AFTER_S:
             return 0.0
         took_s = now - self._began
@@ -122,7 +123,8 @@ class TransferPlan:
             longest_s = max((deadline - self._began) / SILENT_SHARE, STALL_FACTOR * usual_s)
             if now - self._last >= longest_s:
                 return math.inf
-        chunks = done + max(1, len(self._sources))
+        under_way = sum(1.0 if s.part is None else s.part for s in self._sources.values())
+        chunks = max(1.0, done + under_way)
         rest_s = self._left * took_s / chunks
         return rest_s if rest_s > PACE_MARGIN * (deadline - now) else 0.0
 
@@ -144,11 +146,12 @@ class TransferPlan:
         self._returned.extend(source.outstanding)
         self.retries += len(source.outstanding)
 
-    def progress(self, name: str, now: float) -> None:
-        """A part of a chunk has come from this source."""
+    def progress(self, name: str, now: float, part: float | None = None) -> None:
+        """A part of a chunk has come from this source; `part`: of 1, if that is known."""
         self._last = now
         if name in self._sources:
-            self._sources[name].last_progress = now
+            source = self._sources[name]
+            source.last_progress, source.part = now, source.part if part is None else part
 
     def received(self, name: str, chunk: int, now: float) -> bool:
         """A valid chunk arrived. False if it is a duplicate."""
@@ -192,6 +195,7 @@ class TransferPlan:
         if asked is not None:
             source.latency_s = _smooth(source.latency_s, now - asked)
         source.last_progress = now
+        source.part = None if source.part is None else 0.0
         return asked is not None
 
     def late(self, now: float) -> list[str]:

@@ -281,6 +281,25 @@ def test_a_transfer_that_can_not_end_in_time_is_known_early() -> None:
     assert not pace(3, 0, now=2.0)  # of few chunks one may take long
 
 
+def test_a_chunk_under_way_counts_by_the_part_that_has_come() -> None:
+    """Of few large chunks, and many connections, each would else seem to bring one at once: sources of a slow
+    heal stood still for 17 s of 30."""
+    plan = TransferPlan(18)
+    for number in range(8):
+        plan.add_source(f"s{number}", 0.0)
+    plan.next_requests(0.0)
+    assert not plan.hopeless_s(4.0, 30.0)  # not known
+    for number in range(8):
+        plan.progress(f"s{number}", 4.0, 0.5)
+    assert not plan.hopeless_s(4.0, 30.0)  # 4 of 18
+    for number in range(8):
+        plan.progress(f"s{number}", 4.0, 0.125)
+    assert plan.hopeless_s(4.0, 30.0) == pytest.approx(18 * 4)
+    plan.received("s0", 0, 4.0)
+    assert not plan.hopeless_s(4.0, 30.0)  # 36 s: it may get faster
+    assert plan.hopeless_s(6.0, 30.0) == pytest.approx(17 * 6 / (1 + 7 / 8))
+
+
 def silent_since(last: float, *, done: int, count: int = 1_000, sources: int = 1) -> TransferPlan:
     """A plan of which `done` chunks have come, evenly, the last one at `last`."""
     plan = TransferPlan(count)
