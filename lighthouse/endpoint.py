@@ -236,15 +236,13 @@ class Endpoint:
         if now < self.look_at:
             return
         self.look_at = now + LOOK_S
-        spent = {fd: self._spent.get(self._route_of[p], 0) for p, fd in self._routes.fd_of.items()}
         fds = self._routes.open()
         self._looked = 0 if self._looked >= len(fds) else self._looked
         for fd in fds[self._looked : self._looked + LOOK_AT]:
-            cost, received = spent.get(fd, 0), self._received_by(fd)
-            before = self._seen.get(fd, (0, 0))
-            if (
-                cost != before[0]
-            ):  # it was heard since: all that it had sent before that is handed over
+            routes = [self._route_of[peer] for peer in self._routes.peers_of(fd)]
+            cost = sum(self._spent.get(route, 0) for route in routes)
+            received, before = self._received_by(fd), self._seen.get(fd, (0, 0))
+            if cost != before[0]:  # it was heard since: what it had sent before that is handed over
                 self._seen[fd] = cost, received
             elif received - before[1] > UNHEARD_BYTES:
                 self.complaints.say("disconnected a peer that sends what can't be read")

@@ -17,6 +17,8 @@ A connection that has said nothing yet is a *stranger*: nothing is lost with it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lighthouse.wire.messages import Peer
 
 MAX_GRACE_S = 0.05
@@ -46,6 +48,10 @@ class Routes:
     def open(self) -> list[int]:
         """Descriptors of all connections, the oldest one first."""
         return list(self._open)
+
+    def peers_of(self, fd: int) -> Collection[Peer]:
+        """Those that have spoken on this connection."""
+        return self._peers_of.get(fd, ())
 
     def strangers(self) -> list[int]:
         """Descriptors of connections that have said nothing yet, the oldest one first."""
