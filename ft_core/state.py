@@ -52,7 +52,7 @@ from ft_core.heal.shardings import (
 from ft_core.launch import kept_files
 from ft_core.launch.board import slot
 from ft_core.launch.kept import Card, Version
-from ft_core.process_group.device_memory import DeviceEvent, devices_of
+from ft_core.process_group.device_memory import DeviceEvent, devices_of, synchronize
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.replica.shares import Shares
 from ft_core.replica.status import INITIAL, ReplicaStatus
@@ -397,8 +397,7 @@ class State:
                 queued.synchronize()
         else:
             tree = self._tree()
-            for device in devices_of(tree):
-                device.synchronize()
+            synchronize(tree)
         return {"user": tree, "batches_committed": 0, "shardings": self._shardings}
 
     def _tree(self, without: Set[str] = frozenset()) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from ft_core.heal.transport import (
     read_memory,
     reading_socket,
 )
-from ft_core.process_group.device_memory import devices_of
+from ft_core.process_group.device_memory import synchronize
 from lighthouse.config import split_address
 from lighthouse.errors import ProtocolError
 from lighthouse.waits import Overdue
@@ -568,8 +568,7 @@ class _Fetch:
                 into = self._into()
             else:
                 into = self._into
-                for device in devices_of(into):
-                    device.synchronize()
+                synchronize(into)
             self._memory.set_result(Receiver(self._manifest, into, self._chunk_bytes))
         return self._memory.result()
 

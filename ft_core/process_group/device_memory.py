@@ -191,6 +191,12 @@ def devices_of(tree: Any) -> set[CopyDevice]:
     return {device for device in found if device is not None}
 
 
+def synchronize(tree: Any) -> None:
+    """Block the host until nothing that is queued uses the memory of any tensor in a tree."""
+    for device in devices_of(tree):
+        device.synchronize()
+
+
 def first_device(values: Sequence[Any]) -> CopyDevice | None:
     """That of the first tensor which lies on one, in (nested) lists of tensors and other things."""
     for value in values:

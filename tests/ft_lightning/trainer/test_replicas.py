@@ -264,9 +264,8 @@ def test_an_optimizer_that_raises_in_a_loop_that_goes_on(
     for index in raising:
         assert [line["step"] for line in run.lines(index, "raised")] == [3]
         lines = run.lines(index)
-        if (
-            not manual
-        ):  # Lightning takes the step for made: this line shows what the group has given up
+        if not manual:
+            # Lightning takes the step for made: this line shows what the group has given up.
             assert lines.pop(3)["step"] == 4
         assert compare(run.lines(0), lines) >= batches
         assert len(run.lives(index)) == 1
