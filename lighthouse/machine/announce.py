@@ -321,11 +321,13 @@ def stops(join: Join, members: Members) -> str:
 def foreign_states(choice: Choice, members: Members, head: Position | None) -> list[str]:
     """States with which no quorum of this job goes on: a person may miss their steps."""
     healing = (members.by_id[r] for r in choice.members if r in choice.healing)
+    own = {members.by_id[r].genesis for r in choice.members if r not in choice.healing}
     return [
         f"{member.name} at step {member.position.step}"
         for member in healing
         if member.position.step > choice.position.step
         or (head is None and member.position.step > 0 and not member.was_member)
+        or member.genesis not in {0, *own}
     ]
 
 

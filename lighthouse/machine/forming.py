@@ -242,6 +242,10 @@ class Forming:
         here, since none of them could tell when all are."""
         return max(self._members.rules.expected_replicas, self._config.expected_replicas) > 0
 
+    def genesis(self, first: Ballot) -> int:
+        """Of a state that begins with the quorum `first`; see `rules.founders`."""
+        return rules.genesis(first.nonce, len(first.members) if self._numbered else 0)
+
     def suffice(self, here: Collection[str]) -> bool:
         """Whether a step to which those of `here` say yes is committed (F2)."""
         return not self._numbered or self._history.suffice(here)

@@ -279,15 +279,13 @@ class JobState:
     def _offer(self, peer: Peer, join: Join, now: float) -> None:
         """The sender has promised itself to another term, or to none: it must join again.
 
-        If it has promised a higher one, or brings a state of a later one, the job needs a new term.
-        All members then join again.
+        If it has promised a higher one, or brings a state of a later one or of a branch that comes first, the
+        job needs a new term. All members then join again.
         """
-        replica_id, epoch = join.replica_id, join.promised.epoch
-        least = 0 if self.term.outranks(join.promised) else epoch + 1
-        if join.held and self._genesis in (0, join.genesis):
-            seen = epoch_of(join.held)  # what is committed here must be newer
-            if seen > self.term.epoch or not self._genesis:
-                epoch, least = max(epoch, seen), max(least, seen + 1)
+        replica_id = join.replica_id
+        epoch, least = rules.epochs(
+            join, self.term, self._genesis, begun=self._history.head is not None
+        )
         count = len(self._members.by_id) + len(self._conflicts) + len(self._offered)
         most = MAX_EPOCH // 2 if self.empty else self.term.epoch + MAX_JUMP
         if epoch > most:
@@ -659,7 +657,7 @@ class JobState:
         holders = [self._members.by_id[r] for r in choice.members if r not in choice.healing]
         best = max(holders, key=lambda member: member.held)
         live.held = best.held
-        self._genesis = live.genesis = best.genesis or self._genesis or self.term.nonce
+        self._genesis = live.genesis = best.genesis or self._genesis or self._forming.genesis(live)
         self._history.start(choice.position, best.held, choice.healing)
         self._history.rest_on(*self._forming.rests_on(choice.members))
         self._announcer.rest_on(self._history, live)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from lighthouse.machine import fence
 from lighthouse.machine.ballot import Ballot, Comparison, compare
-from lighthouse.machine.rules import Position
+from lighthouse.machine.rules import Position, founders
 from lighthouse.wire.messages import (
     NO_QUORUM,
     NO_TERM,
@@ -501,8 +501,8 @@ class History:
         peers: Counter[int] = Counter()
         for join in joins.values():
             peers[join.genesis] = max(peers[join.genesis], len(join.last_members))
-        # Where two branches meet, the one whose last quorum had more members wins (R2).
-        genesis = max((g for g in peers if g), key=lambda g: (peers[g], g), default=0)
+        # Where two branches meet, R2.
+        genesis = max((g for g in peers if g), key=lambda g: (founders(g), peers[g], g), default=0)
         joins = {r: join for r, join in joins.items() if join.genesis in (0, genesis)}
         top = max((join.quorum_id for join in joins.values()), default=NO_QUORUM)
         latest = [join for join in joins.values() if join.quorum_id == top]

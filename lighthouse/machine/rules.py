@@ -8,10 +8,9 @@ R1  Fewer than `min_replicas` candidates: wait.
 R2  They go on from the job's own head as long as one of them holds it: however many steps a
     newcomer brings along, they are not this job's. Else from the newest position: the one that was
     held in the newest quorum, and the highest step of those; one that no quorum has held comes last,
-    whatever its step. Where two branches meet (jobs of different genesis), the one whose last
-    quorum had most members wins. At equal rank it is the one that most candidates hold, else
-    that of the first by order. All others are
-    behind and heal (R3). A torn state (partly overwritten) is not a position: its holder heals. If
+    whatever its step. Where two branches meet (jobs of different genesis), the one that more groups
+    have begun wins, then the one whose last quorum had more members. At equal rank it is the one that
+    most candidates hold, else that of the first by order. All others are behind and heal (R3). A torn state (partly overwritten) is not a position: its holder heals. If
     all candidates are torn they wait up to `torn_timeout_s` for one that is whole; then they are
     refused and must start again.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
@@ -45,10 +44,22 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lighthouse.wire.messages import DECLARE_DEAD, OTHERS_FINISHED, OVER, TOO_FEW_LEFT, TORN
+from lighthouse.wire.messages import (
+    DECLARE_DEAD,
+    MAX_NONCE,
+    OTHERS_FINISHED,
+    OVER,
+    TOO_FEW_LEFT,
+    TORN,
+    Join,
+    Term,
+    epoch_of,
+)
 
 MOST_NAMED = 8
 """Members that a reason to wait names; of more it gives the number."""
+NONCE_BITS = 48
+"""Of a genesis; the bits above it are its `founders`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +278,9 @@ def newest(candidates: Iterable[Candidate], head: Position | None) -> Position |
     for c in whole:
         peers[c.genesis] = max(peers[c.genesis], c.peers if c.held else 0)
 
-    def rank(c: Candidate) -> tuple[int, int, int]:
-        return (peers[c.genesis] if c.held else 0, c.held, c.position.step)
+    def rank(c: Candidate) -> tuple[int, ...]:
+        branch = (founders(c.genesis), peers[c.genesis]) if c.held else (0, 0)
+        return *branch, c.held, c.position.step
 
     top = max(map(rank, whole))
     counts = Counter(c.position for c in whole)
@@ -276,6 +288,33 @@ def newest(candidates: Iterable[Candidate], head: Position | None) -> Position |
     most = max(counts[c.position] for c in best)
     best = [c for c in best if counts[c.position] == most]
     return min(best, key=lambda c: (natural(c.name), c.arrival)).position
+
+
+def genesis(nonce: int, groups: int) -> int:
+    """That of a state which begins with a quorum of `groups` replica groups, in the term of `nonce`; 0: the job does
+    not say how many it has, and may begin with any of them."""
+    return min(groups, MAX_NONCE >> NONCE_BITS) << NONCE_BITS | nonce % (1 << NONCE_BITS)
+
+
+def founders(genesis: int) -> int:
+    """With how many replica groups a state has begun. They were all of them, unless some had not come by the join
+    timeout: so of two branches the one that more have begun is the job, and the other one did not know of it."""
+    return genesis >> NONCE_BITS
+
+
+def epochs(join: Join, term: Term, genesis: int, *, begun: bool) -> tuple[int, int]:
+    """Where the sender of `join` has not promised itself to `term`, in which the job goes on with states of `genesis`
+    (0: there was none yet; `begun`: it had a quorum in this term): (the highest epoch that the sender knows, the
+    least of a term that it may follow)."""
+    epoch = join.promised.epoch
+    least = 0 if term.outranks(join.promised) else epoch + 1
+    if join.held and genesis in (0, join.genesis):
+        seen = epoch_of(join.held)  # what is committed here must be newer
+        if seen > term.epoch or not genesis:
+            epoch, least = max(epoch, seen), max(least, seen + 1)
+    elif begun and join.quorum_id and founders(join.genesis) > founders(genesis):
+        least = max(least, term.epoch + 1)  # a branch that comes first (R2)
+    return epoch, least
 
 
 def rank_order(candidates: Sequence[Candidate], previous: Sequence[str]) -> tuple[str, ...]:

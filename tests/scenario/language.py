@@ -5,7 +5,8 @@ the expected answers. The first command is `job ...`, `replica ...` or `group ..
 several ranks); there `show="held attempt"` shows fields that are left out elsewhere. Lineages are shown
 as the name given to them first, else as L1, L2, ... in order of appearance, so that files stay readable;
 `lineage=L1` means the same, `lineage=head` the job's newest (the default of votes). A quorum_id of a
-later term than the first is written as epoch.number, a term as epoch:nonce. One that joins follows the
+later term than the first is written as epoch.number, a term as epoch:nonce, a genesis with founders as
+founders.number. One that joins follows the
 lighthouse that offers it a term, and this is left out; with `promised=` it sends just one Join, and all
 is shown. `play` returns the file as it should be: a test compares, and
 `python -m tests.scenario --write` rewrites (then read the difference!).
@@ -49,6 +50,7 @@ from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
+from lighthouse.machine.rules import NONCE_BITS
 from lighthouse.wire.messages import (
     GAVE_UP,
     GAVE_UP_PLACE,
@@ -115,6 +117,9 @@ class Words:
     def quorum(self, name: str) -> int:
         return id_from(self.given.get(name, "0"))
 
+    def genesis(self) -> int:
+        return id_from(self.given.get("genesis", "0"), NONCE_BITS)
+
 
 def reach_from(words: Words) -> tuple[tuple[str, ...], tuple[str, ...], Silence | None]:
     """missed="..", reached="..", and silent=".." (which may be empty) of the quorum `quorum`."""
@@ -126,15 +131,15 @@ def reach_from(words: Words) -> tuple[tuple[str, ...], tuple[str, ...], Silence 
     return missed, reached, silence
 
 
-def id_from(text: str) -> int:
-    """A quorum_id, which may be written as epoch.number."""
-    epoch, dot, number = text.rpartition(".")
-    return (int(epoch) << TERM_BITS) + int(number) if dot else int(text)
+def id_from(text: str, bits: int = TERM_BITS) -> int:
+    """A quorum_id, which may be written as epoch.number, or a genesis (founders.number)."""
+    high, dot, number = text.rpartition(".")
+    return (int(high) << bits) + int(number) if dot else int(text)
 
 
-def id_text(quorum_id: int) -> str:
-    epoch, number = quorum_id >> TERM_BITS, quorum_id % (1 << TERM_BITS)
-    return f"{epoch}.{number}" if epoch else str(number)
+def id_text(number: int, bits: int = TERM_BITS) -> str:
+    high, low = number >> bits, number % (1 << bits)
+    return f"{high}.{low}" if high else str(low)
 
 
 def ids_from(text: str) -> tuple[int, int]:
@@ -197,7 +202,8 @@ def show(value: Any, hidden: tuple[str, ...] = HIDDEN) -> str:
             continue
         if inner in ("", (), b"", None, False) and spec.default is not True:
             continue
-        text = id_text(inner) if spec.name in ("quorum_id", "base_id") else show(inner, hidden)
+        bits = {"quorum_id": TERM_BITS, "base_id": TERM_BITS, "genesis": NONCE_BITS}.get(spec.name)
+        text = show(inner, hidden) if bits is None else id_text(inner, bits)
         parts.append(spec.name if inner is True else f"{spec.name}={text}")
     return f"{type(value).__name__}({', '.join(parts)})"
 
@@ -298,7 +304,7 @@ class JobStage:
             group_commit=words.flag("group_commit"),
             schema=given.get("schema", ""),
             schema_text=given.get("schema", ""),
-            genesis=words.number("genesis"),
+            genesis=words.genesis(),
             held=words.quorum("held"),
             promised=term_from(given["promised"])
             if "promised" in given
@@ -497,7 +503,7 @@ class ReplicaStage:
             given.get("settle", ""),
             given.get("control", "").encode(),
             words.number("nonce", FIRST_TERM.nonce),
-            words.number("genesis"),
+            words.genesis(),
             words.quorum("held"),
             int(given.get("attempt", ONE_RANK)),
         )

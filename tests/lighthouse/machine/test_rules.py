@@ -18,9 +18,11 @@ from lighthouse.machine.rules import (
     Roll,
     Situation,
     decide,
+    founders,
     natural,
     too_early,
 )
+from lighthouse.machine.rules import genesis as genesis_of
 from lighthouse.wire.messages import TORN
 
 NAMES = [f"replica_{n}" for n in (0, 1, 2, 9, 10, 11, 100)]
@@ -36,7 +38,10 @@ def position(rng: Random) -> Position:
 
 
 def origin(rng: Random) -> tuple[int, int, int]:
-    return (0, 0, 0) if rng.random() < 0.3 else tuple(map(rng.choice, ((1, 2), (1, 2), (0, 3))))
+    if rng.random() < 0.3:
+        return 0, 0, 0
+    genesis = genesis_of(rng.choice((1, 2)), rng.choice((0, 0, 2, 3)))
+    return genesis, rng.choice((1, 2)), rng.choice((0, 3))
 
 
 def roll(rng: Random, here: list[str]) -> Roll:
@@ -89,7 +94,7 @@ def twin_order(name: str) -> list[tuple[str, int | str]]:
 
 
 def twin_position(s: Situation) -> Position | None:
-    """R2: the head; then what a quorum has held, of the branch with most members, in the newest
+    """R2: the head; then what a quorum has held, of the branch with most founders, then members, in the newest
     quorum; then the highest step of a whole state; then what most hold; then the first."""
     pool = [c for c in s.candidates if TORN not in c.position.lineage]
     everywhere = [c.position for c in pool]
@@ -99,6 +104,8 @@ def twin_position(s: Situation) -> Position | None:
         return s.head
     if any(c.held for c in pool):
         pool = [c for c in pool if c.held]
+        most = max(founders(c.genesis) for c in pool)
+        pool = [c for c in pool if founders(c.genesis) == most]
         size = max(c.peers for c in pool)
         branches = {c.genesis for c in pool if c.peers == size}
         pool = [c for c in pool if c.genesis in branches]
