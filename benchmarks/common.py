@@ -91,12 +91,13 @@ def start_lighthouse(
 ) -> tuple[subprocess.Popen[str], str]:
     """A lighthouse in a process of its own, and its address. `under`: the command that runs it, as one that
     puts it into another network."""
+    own = str(Path(__file__).resolve().parents[1])
     process = subprocess.Popen(
         [*under, sys.executable, "-m", "lighthouse", "--bind", f"tcp://{host}:0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((own, os.environ.get("PYTHONPATH", "")))},
     )
     assert process.stdout is not None
     address = process.stdout.readline().split()[-1]

@@ -26,13 +26,14 @@ from torch.utils.data import DataLoader, TensorDataset
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--devices", type=int, default=2, help="replica groups on this machine")
+    parser.add_argument("--accelerator", default="cpu", help="what Fabric takes")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--step-delay", type=float, default=0.0, help="seconds, to watch it")
     parser.add_argument("--checkpoint", type=Path, help="save there each epoch; resume from it")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    fabric = Fabric(accelerator="cpu", devices=args.devices, strategy="ft_ddp")  # 1
+    fabric = Fabric(accelerator=args.accelerator, devices=args.devices, strategy="ft_ddp")  # 1
     fabric.launch()
     fabric.seed_everything(1, verbose=False)
     strategy: Any = fabric.strategy
@@ -49,7 +50,7 @@ def main() -> None:
     train = fabric.setup_dataloaders(
         DataLoader(TensorDataset(images[:1500], labels[:1500]), 32, shuffle=True)
     )
-    val = images[1500:], labels[1500:]
+    val = fabric.to_device((images[1500:], labels[1500:]))
 
     seen = {"samples": 0}
     strategy.register("seen", seen)  # 2: your own state heals with the model

@@ -85,6 +85,7 @@ def digest(module: nn.Module) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--devices", type=int, default=1, help="replica groups on this machine")
+    parser.add_argument("--accelerator", default="cpu", help="what Trainer takes")
     parser.add_argument("--max-epochs", type=int, default=None)
     parser.add_argument("--max-steps", type=int, default=None, help="default: 200")
     parser.add_argument("--batch-size", type=int, default=32, help="of each replica group")
@@ -101,7 +102,7 @@ def main() -> None:
     train, val = data(args.batch_size)
     trainer = Trainer(
         strategy="ft_ddp",  # this one; the name is known where the package is installed
-        accelerator="cpu",
+        accelerator=args.accelerator,
         devices=args.devices,
         max_epochs=args.max_epochs,
         max_steps=max_steps,
