@@ -25,12 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import arguments, report, start_lighthouse
 
 from lighthouse.client import LighthouseClient
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LIMIT_S = 240.0
 """For one script; the GPU's machine imports slowly when all start at once."""
 GROUPS = 2
@@ -59,7 +60,9 @@ def member(status: dict[str, Any], group: int, killed: str) -> str:
     for job in status["jobs"]:
         for one in job["members"]:
             name, own_id = one["name"], one["replica_id"]
-            if name.endswith(str(group)) and not (one["healing"] or one["gone"] or own_id == killed):
+            if name.endswith(str(group)) and not (
+                one["healing"] or one["gone"] or own_id == killed
+            ):
                 return str(own_id)
     return ""
 
@@ -69,7 +72,7 @@ def run(script: Script, kill_at: int, gpu: bool, folder: Path) -> dict[str, Any]
     folder.mkdir()
     lighthouse, address = start_lighthouse()
     more = script.on_gpu if gpu else ""
-    command = [sys.executable, str(ROOT / "examples" / f"{script.name}.py")]
+    command = [sys.executable, str(EXAMPLES / f"{script.name}.py")]
     command += [*script.arguments.split(), *more.split()]
     logs = [folder / f"{group}.log" for group in range(GROUPS)]
     deadline = time.monotonic() + LIMIT_S
@@ -139,9 +142,7 @@ def main() -> int:
     chosen = [script for script in SCRIPTS if script.name in args.only]
     with tempfile.TemporaryDirectory() as top, ThreadPoolExecutor(len(chosen)) as pool:
         found = []
-        futures = [
-            pool.submit(run, one, args.kill_at, gpu, Path(top) / one.name) for one in chosen
-        ]
+        futures = [pool.submit(run, one, args.kill_at, gpu, Path(top) / one.name) for one in chosen]
         for script, future in zip(chosen, futures, strict=True):
             try:
                 found.append(future.result())
