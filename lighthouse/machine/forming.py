@@ -88,6 +88,7 @@ class Forming:
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
         self._newest = NO_QUORUM  # before the term's first quorum: the newest that a member reports
         self._takeover: fence.Takeover | None = None  # what that quorum starts from
+        self._branch = 0  # without a head: genesis of the states that come first
         self._all_here = (
             False  # the next quorum is formed since all are here, or are waited for no more
         )
@@ -295,8 +296,9 @@ class Forming:
             reason = f"waiting for {len(self._offered)} that are here to follow this lighthouse"
             return rules.Verdict(None, reason, roll.expires)
         self._all_here, self._takeover = False, None
+        self._branch = self._members.branch()
         if head is None:
-            self._takeover = self._history.takeover(self._members, complete=False)
+            self._takeover = self._history.takeover(self._members, self._branch, complete=False)
         elif now < roll.expires and not any(m.position == head for m in all_members.values()):
             if lacking := self._lacking():
                 return rules.Verdict(None, rules.missing(lacking), roll.expires)
@@ -306,6 +308,7 @@ class Forming:
             roll=roll,
             previous=self._previous,
             head=head,
+            branch=self._branch,
             torn_timeout_s=self._torn_timeout_s,
         )
         verdict = rules.decide(situation, now)
@@ -347,7 +350,7 @@ class Forming:
         self._all_here = True
         self._strict = self._numbered and choice.position.step > 0  # else it begins anew
         if history.head is None:
-            self._takeover = history.takeover(self._members, complete=True)
+            self._takeover = history.takeover(self._members, self._branch, complete=True)
         idle = self._strict and self._members_without(choice)
         if idle:
             return rules.Verdict(None, f"waiting until {', '.join(idle)} can take part")
@@ -373,7 +376,7 @@ class Forming:
         """D2: those that can connect to each other."""
         bad = self.pairs.bad() if self.pairs else ()
         if bad:
-            best = rules.newest(candidates, self._history.head)
+            best = rules.newest(candidates, self._history.head, self._branch)
             behind = {c.replica_id for c in candidates if c.position != best}
             order = rules.rank_order(candidates, self._previous)
             self._apart = leave_out(order, bad, behind)
@@ -407,7 +410,7 @@ class Forming:
         )
         if len(kept) == len(all_members):
             return all_members
-        best = rules.newest(all_members, head)
+        best = rules.newest(all_members, head, self._branch)
         able = {c.replica_id for c in kept if c.can_heal or c.position == best}
         goes_on = any(c.position == head for c in kept) and self.suffice(able)
         if len(able) < self._min_replicas or (self._numbered and not goes_on):
@@ -426,5 +429,4 @@ def _candidate(member: MemberState) -> rules.Candidate:
         member.arrival,
         member.genesis,
         member.held,
-        member.peers,
     )

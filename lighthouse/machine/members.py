@@ -199,6 +199,17 @@ class Members:
         """replica_ids that are reached through `peer`, sorted."""
         return sorted(self._by_peer.get(peer, ()))
 
+    def branch(self) -> int:
+        """The genesis of the states that come first where two branches of the job meet (R2); 0: no quorum has held
+        any that is here."""
+        sizes: Counter[int] = Counter()
+        for member in self.by_id.values():
+            if member.genesis and not member.position.lineage.startswith(TORN):
+                sizes[member.genesis] = max(sizes[member.genesis], member.peers)
+        return max(
+            sizes, key=lambda genesis: (founders(genesis), sizes[genesis], genesis), default=0
+        )
+
     def other_holder(self, name: str, replica_id: str) -> bool:
         """Whether a member other than `replica_id` has `name`."""
         return self._by_name.get(name, replica_id) != replica_id
@@ -495,15 +506,14 @@ class History:
                 self.missed.add(replica_id)
                 self.dead.pop(name_of(replica_id), None)  # another process of that name lives
 
-    def takeover(self, members: Members, complete: bool) -> fence.Takeover | None:
-        """What this term, which had no quorum yet, goes on with (F3, F5); None: it has to wait."""
-        joins = {r: m.join for r, m in members.by_id.items() if m.join.basis is not None}
-        peers: Counter[int] = Counter()
-        for join in joins.values():
-            peers[join.genesis] = max(peers[join.genesis], len(join.last_members))
-        # Where two branches meet, R2.
-        genesis = max((g for g in peers if g), key=lambda g: (founders(g), peers[g], g), default=0)
-        joins = {r: join for r, join in joins.items() if join.genesis in (0, genesis)}
+    def takeover(self, members: Members, branch: int, *, complete: bool) -> fence.Takeover | None:
+        """What this term, which had no quorum yet, goes on with (F3, F5), by the reports of those whose states are of
+        `branch` (`Members.branch`); None: it has to wait."""
+        joins = {
+            r: m.join
+            for r, m in members.by_id.items()
+            if m.join.basis is not None and m.join.genesis in (0, branch)
+        }
         top = max((join.quorum_id for join in joins.values()), default=NO_QUORUM)
         latest = [join for join in joins.values() if join.quorum_id == top]
         if not joins and self._remembered:

@@ -72,7 +72,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica group that waits for a quorum. `genesis`, `held`, `peers`: see `MemberState`."""
+    """A replica group that waits for a quorum. `genesis`, `held`: see `MemberState`."""
 
     replica_id: str
     name: str
@@ -81,7 +81,6 @@ class Candidate:
     arrival: int = 0
     genesis: int = 0
     held: int = 0
-    peers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +152,7 @@ class Situation:
         roll: which of the job's replica groups are here.
         previous: replica_ids of the last quorum in rank order; empty: there was none.
         head: position of the last commit that this lighthouse knows.
+        branch: genesis of the states that come first where none is at `head`.
         torn_timeout_s: how long candidates wait if all of them hold torn states.
     """
 
@@ -161,6 +161,7 @@ class Situation:
     roll: Roll = Roll()
     previous: tuple[str, ...] = ()
     head: Position | None = None
+    branch: int = 0
     torn_timeout_s: float = 60.0
 
 
@@ -248,7 +249,7 @@ def decide(situation: Situation, now: float) -> Verdict:
     """Apply R1 to R7 at `now` (seconds, any monotonic clock)."""
     if not situation.candidates:
         return Verdict(None, "no replica group waits")
-    position = newest(situation.candidates, situation.head)
+    position = newest(situation.candidates, situation.head, situation.branch)
     if position is None:
         give_up = situation.roll.since + situation.torn_timeout_s
         wake_at = give_up if now < give_up else None
@@ -267,20 +268,18 @@ def decide(situation: Situation, now: float) -> Verdict:
     return Verdict(choice, f"{len(able)} replica groups at step {position.step}")
 
 
-def newest(candidates: Iterable[Candidate], head: Position | None) -> Position | None:
-    """R2; None if no candidate holds a whole state."""
+def newest(
+    candidates: Iterable[Candidate], head: Position | None, branch: int = 0
+) -> Position | None:
+    """R2; None if no candidate holds a whole state. `branch`: see `Situation`."""
     whole = [c for c in candidates if not c.position.lineage.startswith(TORN)]
     if not whole:
         return None
     if head is not None and any(c.position == head for c in whole):
         return head
-    peers: Counter[int] = Counter()
-    for c in whole:
-        peers[c.genesis] = max(peers[c.genesis], c.peers if c.held else 0)
 
-    def rank(c: Candidate) -> tuple[int, ...]:
-        branch = (founders(c.genesis), peers[c.genesis]) if c.held else (0, 0)
-        return *branch, c.held, c.position.step
+    def rank(c: Candidate) -> tuple[bool, int, int]:
+        return bool(c.held) and c.genesis == branch, c.held, c.position.step
 
     top = max(map(rank, whole))
     counts = Counter(c.position for c in whole)

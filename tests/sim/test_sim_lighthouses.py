@@ -120,8 +120,9 @@ def takes_over_after_the_join_timeout(patch: Patch) -> None:
     """As it was: a new lighthouse goes on with those that have come."""
     original = History.takeover
 
-    def takeover(self: History, members: Members, complete: bool) -> object:
-        return original(self, members, complete) or original(self, members, True)
+    def takeover(self: History, members: Members, branch: int, *, complete: bool) -> object:
+        waits = original(self, members, branch, complete=complete)
+        return waits or original(self, members, branch, complete=True)
 
     patch.setattr(History, "takeover", takeover)
 

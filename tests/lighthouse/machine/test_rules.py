@@ -18,11 +18,9 @@ from lighthouse.machine.rules import (
     Roll,
     Situation,
     decide,
-    founders,
     natural,
     too_early,
 )
-from lighthouse.machine.rules import genesis as genesis_of
 from lighthouse.wire.messages import TORN
 
 NAMES = [f"replica_{n}" for n in (0, 1, 2, 9, 10, 11, 100)]
@@ -37,11 +35,8 @@ def position(rng: Random) -> Position:
     return Position(rng.randint(0, 3), TORN + "x") if torn else whole(rng)
 
 
-def origin(rng: Random) -> tuple[int, int, int]:
-    if rng.random() < 0.3:
-        return 0, 0, 0
-    genesis = genesis_of(rng.choice((1, 2)), rng.choice((0, 0, 2, 3)))
-    return genesis, rng.choice((1, 2)), rng.choice((0, 3))
+def origin(rng: Random) -> tuple[int, int]:
+    return (0, 0) if rng.random() < 0.3 else (rng.choice((1, 2)), rng.choice((1, 2)))
 
 
 def roll(rng: Random, here: list[str]) -> Roll:
@@ -73,6 +68,7 @@ def situation(rng: Random) -> tuple[Situation, float]:
             roll=roll(rng, names),
             previous=tuple(rng.sample(sorted(ids.values()), rng.randint(0, 4))),
             head=whole(rng) if rng.random() < 0.5 else None,
+            branch=rng.choice((0, 1, 2)),
         ),
         rng.choice([10.0, 14.9, 15.0, 17.9, 18.0, 1e9]),
     )
@@ -94,7 +90,7 @@ def twin_order(name: str) -> list[tuple[str, int | str]]:
 
 
 def twin_position(s: Situation) -> Position | None:
-    """R2: the head; then what a quorum has held, of the branch with most founders, then members, in the newest
+    """R2: the head; then what a quorum has held, first of the branch, in the newest
     quorum; then the highest step of a whole state; then what most hold; then the first."""
     pool = [c for c in s.candidates if TORN not in c.position.lineage]
     everywhere = [c.position for c in pool]
@@ -104,11 +100,7 @@ def twin_position(s: Situation) -> Position | None:
         return s.head
     if any(c.held for c in pool):
         pool = [c for c in pool if c.held]
-        most = max(founders(c.genesis) for c in pool)
-        pool = [c for c in pool if founders(c.genesis) == most]
-        size = max(c.peers for c in pool)
-        branches = {c.genesis for c in pool if c.peers == size}
-        pool = [c for c in pool if c.genesis in branches]
+        pool = [c for c in pool if c.genesis == s.branch] or pool
         newest = max(c.held for c in pool)
         pool = [c for c in pool if c.held == newest]
     top = max(c.position.step for c in pool)
