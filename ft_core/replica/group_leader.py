@@ -409,7 +409,8 @@ class GroupLeader:
 
     def _group_leaves(self, leave: Leave) -> None:
         self._group_left += 1
-        self._effects.append(SendUp(replace(leave, left=self._group_left)))
+        leave = replace(leave, quorum_id=self._newest, left=self._group_left)
+        self._effects.append(SendUp(leave))
 
     def _start_over(self) -> None:
         """The group is no longer a member: its ranks must join again."""

@@ -228,7 +228,9 @@ class Replica:
 
     def _goodbye(self, reason: str, reduced: bool = False) -> Transmit:
         job, own_id, self._left = self._template.job, self.replica_id, self._left + 1
-        return Transmit(messages.Leave(job, own_id, reason, reduced, self.promised, self._left))
+        last = self.view.quorum_id if self.view else NO_QUORUM
+        said = reason, reduced, self.promised, self._left
+        return Transmit(messages.Leave(job, own_id, *said, quorum_id=last))
 
     def _on_rejoin(self, event: events.Rejoin, now: float) -> list[Effect]:
         held = self.healed and not event.discard_state
@@ -446,8 +448,7 @@ class Replica:
         effects = self._superseded()
         self.stage, self.outside = Stage.MEMBER, False
         self.view = View.of(message, members, old.members if old is not None else ())
-        self._knows = True
-        self.reason = message.reason
+        self._knows, self.reason = True, message.reason
         untold, self._untold = self._untold, ""
         self._vote = self._unanswered = None
         self._revoked, self._grace_at = False, None
@@ -616,8 +617,7 @@ class Replica:
     @property
     def state_fetched(self) -> bool:
         """The state that this rank must load has arrived."""
-        view = self.view
-        return view is not None and self._fetched == (view.step, view.lineage)
+        return self.view is not None and self._fetched == self.view.position
 
     @property
     def targets(self) -> tuple[messages.Member, ...]:
@@ -710,8 +710,8 @@ class Replica:
             return self._send_vote(now)
         # A rank of a group that has left its quorum has no vote there that others could wait for.
         quorum_id = self.view.quorum_id if self.view and not self.outside else NO_QUORUM
-        job, own_id = self._template.job, self.replica_id
-        return [Transmit(messages.Heartbeat(job, own_id, quorum_id, self.step))]
+        said = self._template.job, self.replica_id, quorum_id, self.step
+        return [Transmit(messages.Heartbeat(*said))]
 
     def _end_doubt(self, quorum: messages.Quorum, *, heals: bool) -> None:
         """What became of the step in doubt. A group that `heals` has not made it: a rank said no."""

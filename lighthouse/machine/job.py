@@ -150,7 +150,7 @@ class JobState:
     def death_notice(self, peer: Peer, notice: DeathNotice, now: float) -> list[Effect]:
         """A watcher says that the process of a replica group is dead."""
         if self._speaks_for(peer, notice.replica_id):
-            self._forget(notice.replica_id, now, (notice.promised, notice.quorum_id))
+            self._forget(notice.replica_id, now, notice)
             self._remove(notice.replica_id, notice.cause or "process died", now)
         return self._take_effects()
 
@@ -175,13 +175,14 @@ class JobState:
         spoke = self._members.speaker(replica_id) or newcomer
         return spoke is None or spoke == peer or same_process(spoke, peer)
 
-    def _forget(self, replica_id: str, now: float, ended: tuple[Term, int] | None = None) -> None:
-        """`replica_id`, if it was held back or was offered the term, waits no longer. `ended`: its state
-        is gone; the term that it had promised itself to, and its last quorum."""
+    def _forget(
+        self, replica_id: str, now: float, ended: Leave | DeathNotice | None = None
+    ) -> None:
+        """`replica_id`, if held back or offered the term, waits no longer. `ended`: its state is gone."""
         self._conflicts.pop(replica_id, None)
         waited_for = self._offered.pop(replica_id, None) is not None
         if ended is not None:
-            self._history.died(self._members, replica_id, *ended)
+            self._history.ended(self._members, ended)
         if (ended is not None or waited_for) and self._live is None:
             self._wake_at = now
 
@@ -283,9 +284,8 @@ class JobState:
         job needs a new term. All members then join again.
         """
         replica_id = join.replica_id
-        epoch, least = rules.epochs(
-            join, self.term, self._genesis, begun=self._history.head is not None
-        )
+        begun = self._history.head is not None
+        epoch, least = rules.epochs(join, self.term, self._genesis, begun=begun)
         count = len(self._members.by_id) + len(self._conflicts) + len(self._offered)
         most = MAX_EPOCH // 2 if self.empty else self.term.epoch + MAX_JUMP
         if epoch > most:
@@ -309,11 +309,11 @@ class JobState:
         )
         self._send(self._offered[replica_id], message)
 
-    def _new_term(self, now: float) -> None:
+    def _new_term(self, now: float, least: int = 0) -> None:
         """A term above all that was promised: what this job knows of its members is as after a
         restart of the lighthouse, but for its decisions."""
         assert self._live is None
-        self.term = Term(max(self._least_epoch, self.term.epoch + 1), self.term.nonce)
+        self.term = Term(max(self._least_epoch, self.term.epoch + 1, least), self.term.nonce)
         self._formed = 0
         self._history.new_term(self._members, self.term)
         self._forming.new_term(now)
@@ -427,7 +427,7 @@ class JobState:
             self._send(peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked))
 
     def _on_leave(self, leave: Leave, now: float) -> None:
-        self._forget(leave.replica_id, now, (leave.promised, NO_QUORUM))
+        self._forget(leave.replica_id, now, leave)
         if leave.differs:
             self._history.others_healed_from(leave.replica_id)
         if leave.reason == FINISHED and leave.replica_id in self._members.by_id:
@@ -625,7 +625,11 @@ class JobState:
             self._effects += self._announcer.explain(verdict.reason, self._members, now)
             self._wake_at = self._announcer.due(verdict.wake_at)
             return None
-        return self._start(verdict.choice, verdict.reason, now)
+        best = self._members.holder(verdict.choice)
+        if self._history.may_repeat(best):
+            self._new_term(now, epoch_of(best.held) + 1)
+            return None
+        return self._start(verdict.choice, best, verdict.reason, now)
 
     def _form_and_announce(self, now: float) -> None:
         formed = self._form(now)
@@ -638,8 +642,8 @@ class JobState:
             self._send(member.peer, Refused(self.key, reason))
             self._members.take(member.replica_id)
 
-    def _start(self, choice: rules.Choice, reason: str, now: float) -> Ballot:
-        """The quorum of `choice` is live."""
+    def _start(self, choice: rules.Choice, best: MemberState, reason: str, now: float) -> Ballot:
+        """The quorum of `choice`, whose state `best` holds, is live."""
         self._formed += 1
         quorum_id = (self.term.epoch << TERM_BITS) + self._formed
         reason += self._history.note_of_others(self._members.by_id[r] for r in choice.members)
@@ -654,8 +658,6 @@ class JobState:
         )
         for replica_id in choice.members:
             self._members.by_id[replica_id].peers = len(members)
-        holders = [self._members.by_id[r] for r in choice.members if r not in choice.healing]
-        best = max(holders, key=lambda member: member.held)
         live.held = best.held
         self._genesis = live.genesis = best.genesis or self._genesis or self._forming.genesis(live)
         self._history.start(choice.position, best.held, choice.healing)

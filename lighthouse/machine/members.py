@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 
 from lighthouse.machine import fence
 from lighthouse.machine.ballot import Ballot, Comparison, compare
-from lighthouse.machine.rules import Position, founders
+from lighthouse.machine.rules import Choice, Position, founders
 from lighthouse.wire.messages import (
     NO_QUORUM,
     NO_TERM,
     OTHERS_FINISHED,
     TORN,
+    DeathNotice,
     Decision,
     InDoubt,
     Join,
@@ -210,6 +211,11 @@ class Members:
             sizes, key=lambda genesis: (founders(genesis), sizes[genesis], genesis), default=0
         )
 
+    def holder(self, choice: Choice) -> MemberState:
+        """One of those that hold the state of `choice`; where its origin differs, the newest."""
+        holders = (self.by_id[r] for r in choice.members if r not in choice.healing)
+        return max(holders, key=lambda member: member.held)
+
     def other_holder(self, name: str, replica_id: str) -> bool:
         """Whether a member other than `replica_id` has `name`."""
         return self._by_name.get(name, replica_id) != replica_id
@@ -371,15 +377,19 @@ class History:
         replica_id: str,
         promised: Term = NO_TERM,
         quorum_id: int = NO_QUORUM,
+        *,
         declared: bool = False,
+        left: bool = False,
     ) -> None:
         """The process `replica_id` is dead, or has left: its state is gone with it.
 
-        `promised`, `quorum_id`: see `DeathNotice`. `declared`: a person says so.
+        `promised`, `quorum_id`: see `DeathNotice`. `declared`: a person says so. `left`: it may join again, and name
+        an earlier quorum: of a group's ranks not all have heard of the last one.
         """
         self.missed.discard(replica_id)
         self._dead_ids[replica_id] = (promised.epoch, promised.nonce), quorum_id
-        self._has_said(replica_id, promised, quorum_id)
+        if not left:
+            self._has_said(replica_id, promised, quorum_id)
         member = members.by_id.get(replica_id)
         name = member.name if member is not None else name_of(replica_id)
         if not members.other_holder(name, replica_id):
@@ -387,6 +397,11 @@ class History:
         for known in (self._dead_ids, self.dead):
             if len(known) > REMEMBERED_DEAD:
                 known.popitem(last=False)
+
+    def ended(self, members: Members, word: Leave | DeathNotice) -> None:
+        """`died`, by the word of the process or of its watcher."""
+        left = isinstance(word, Leave)
+        self.died(members, word.replica_id, word.promised, word.quorum_id, left=left)
 
     def declare_dead(self, members: Members, group: str) -> None:
         """A replica group (by name), or one of its processes, is dead or will not come."""
@@ -435,6 +450,12 @@ class History:
         return (
             earlier and (join.held, join.step) > self.began and join.lineage not in self._lineages
         )
+
+    def may_repeat(self, holder: MemberState) -> bool:
+        """Whether another lighthouse has made the state of `holder` in a term as late as this one, so that
+        its quorum_ids may be those that this term gives."""
+        made_here = holder.position.lineage in self._lineages
+        return holder.held > 0 and self._ballot[0] <= epoch_of(holder.held) and not made_here
 
     def is_dead(self, replica_id: str) -> bool:
         """Whether the state of `replica_id` is gone."""

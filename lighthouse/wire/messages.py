@@ -364,7 +364,8 @@ class Leave:
     """The replica group stops taking part now, as intended.
 
     `reduced`: all collectives that it has started in this step are done, so the others' are to end
-    by themselves. Their step may still commit. `promised`: the term that its sender has obeyed last.
+    by themselves. Their step may still commit. `promised`, `quorum_id`: the term that its sender has obeyed
+    last, and its last quorum.
     `left`: how often this process has left, this time included. A `Join` that says as much is newer.
     `differs`: since the last commit its state was not that of its step: what has healed from it is not, either.
     """
@@ -376,9 +377,11 @@ class Leave:
     promised: Term = NO_TERM
     left: int = 1
     differs: bool = False
+    quorum_id: int = NO_QUORUM
 
     def __post_init__(self) -> None:
         _one_line(self, "reason")
+        _check_place(self.quorum_id, 0)
         _check(1 <= self.left <= MAX_STEP, "left out of range")
 
 

@@ -375,7 +375,8 @@ class JobStage:
         left = words.number("left", self.left[who] + 1)
         self.left[who] = max(self.left[who], left)
         reason, reduced = words.given.get("reason", ""), words.flag("reduced")
-        return Leave(JOB, who, reason, reduced, left=left, differs=words.flag("differs"))
+        differs, last = words.flag("differs"), words.quorum("quorum")
+        return Leave(JOB, who, reason, reduced, left=left, differs=differs, quorum_id=last)
 
 
 PLAIN_EVENTS: dict[str, ReplicaEvent] = {

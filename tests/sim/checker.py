@@ -23,8 +23,9 @@ What is excused rests on a sentence of that page, each time:
 - past a holder that is back after a quorum has gone back behind it, and has committed nothing (`_goes_back`): "the holder
   heals when it is back, also if nothing was committed meanwhile";
 - two lighthouses, at the first step (`_fork`): "groups that begin at step 0 do not wait for all";
-- two lighthouses, after all processes have died (`test_sim_lighthouses.py` leaves that fault out): "a name whose process is
-  known to be dead is not waited for, although it may be started again at another lighthouse, from another checkpoint";
+- two lighthouses, past a holder whose name had an earlier process, by a quorum for which all names were there or known to be
+  dead (`_fork`): "a name whose process is known to be dead is not waited for, although it may be started again at another
+  lighthouse, from another checkpoint";
 - a no in a quorum that the lighthouse does not know (`_unanimous`), or an answer that it has lost with its memory (`_told`):
   F5 of "A step in doubt";
 - a lighthouse without that memory tells a member to drop a step that a later quorum rests on, and to heal (`discarded`):
@@ -40,6 +41,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lighthouse.wire.messages import (
+    EACH,
     ON_LAST,
     TORN,
     Decision,
@@ -48,6 +50,7 @@ from lighthouse.wire.messages import (
     Quorum,
     Refused,
     Reply,
+    name_of,
     next_lineage,
 )
 
@@ -84,7 +87,8 @@ def state_after(state: int, total: Sum, holders: tuple[str, ...] = ()) -> int:
 @dataclass(slots=True)
 class Birth:
     """A quorum as the lighthouse announced it. `life`: the lighthouse's; no other one counts its
-    votes. `rests_on`: members of the lists of which its first commit needs half each."""
+    votes. `rests_on`: members of the lists of which its first commit needs half each. `roll`: all names were
+    there, or known to be dead."""
 
     members: tuple[str, ...]
     reachable: frozenset[str]
@@ -92,6 +96,7 @@ class Birth:
     life: int
     start: Position | None = None  # None: no process was told of it
     rests_on: frozenset[str] = frozenset()
+    roll: bool = False
 
 
 @dataclass(slots=True)
@@ -130,6 +135,7 @@ class Checker:
     discards: int = 0
     heals: int = 0
     forks: int = 0
+    ended_names: set[str] = field(default_factory=set)
     expelled: set[str] = field(default_factory=set)
     evicted: set[str] = field(default_factory=set)  # slower than the timeouts allow
     # A bit of its state, which nobody has noticed yet.
@@ -163,6 +169,7 @@ class Checker:
         if quorum.rests == ON_LAST:
             lists = (self.births[key_of(quorum.nonce, quorum.base_id)].members,)
         birth.rests_on |= frozenset().union(*lists)
+        birth.roll = birth.roll or quorum.rests == EACH
 
     def evicts(self, replica_id: str) -> None:
         """The lighthouse parts with a member that did not vote in time: it waits for it no more."""
@@ -301,6 +308,7 @@ class Checker:
 
     def ended(self, replica_id: str) -> None:
         """The process is no more."""
+        self.ended_names.add(name_of(replica_id))
         position = self.at.pop(replica_id, None)
         if position is not None:
             self.holders[position].discard(replica_id)
@@ -335,6 +343,8 @@ class Checker:
                 ignored &= birth.reachable
             elif before[0] == 0:  # being out of reach is no excuse; at step 0 none is needed
                 ignored.clear()
+            elif birth.roll:
+                ignored = {r for r in ignored if name_of(r) not in self.ended_names}
             self.require(
                 not ignored,
                 f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "

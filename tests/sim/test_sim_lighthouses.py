@@ -30,9 +30,8 @@ def two_lighthouses(seed: int) -> Result:
     """The faults of `seed`, and an address that leads elsewhere now and then."""
     profile = profile_of(seed)
     count = len(profile.slots)
-    # A death that is told must be true. Where all have died, the roll does not wait for a name that is known to be dead (R6),
-    # although it may start again at the other lighthouse, from another checkpoint.
-    faults = tuple(f for f in profile.faults if f.kind not in ("false_death_notice", "kill_all"))
+    # A death that is told must be true.
+    faults = tuple(f for f in profile.faults if f.kind != "false_death_notice")
     profile = replace(
         profile, lighthouses=2, group_commit=False, expected_replicas=count, faults=faults
     )

@@ -293,7 +293,7 @@ def test_leaving_is_said_once() -> None:
     group = Group().in_quorum()
     for rank in (0, 1):
         group.says(rank, Leave(JOB, GROUP, FINISHED))
-    assert group.up == [Leave(JOB, GROUP, FINISHED)]
+    assert group.up == [Leave(JOB, GROUP, FINISHED, quorum_id=1)]
     group.loses(0)
     group.loses(1)
     assert group.down == {0: [], 1: []}
@@ -302,7 +302,7 @@ def test_leaving_is_said_once() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_gives_up_its_state_takes_the_group_with_it(rank: int) -> None:
     group, other = Group().in_quorum(), 1 - rank
-    leave = Leave(JOB, GROUP, f"{GAVE_UP}another learning rate")
+    leave = Leave(JOB, GROUP, f"{GAVE_UP}another learning rate", quorum_id=1)
     group.says(rank, leave)
     assert group.up == [leave]
     (expelled,) = group.down[other]
