@@ -433,8 +433,8 @@ class Replica:
         if self.stage in (Stage.OUT, Stage.LEFT, Stage.REFUSED):
             return []
         old = self.view
-        if message.term != self.promised:
-            return []  # of a lighthouse that this rank has left
+        if message.term != self.promised:  # of a lighthouse that was left, or that it is back at
+            return self._join(now) if self.stage is Stage.WAITING else []
         if old is not None and message.quorum_id <= old.quorum_id:
             return []  # a repetition, or one that this rank has left behind
         if message.base_id and (old is None or message.base_id != old.quorum_id):

@@ -96,7 +96,7 @@ class View:
         q = quorum
         on = {OWN: members, ON_LAST: base}.get(q.rests)
         bases = q.bases if on is None else (tuple(m.replica_id for m in on),)
-        basis = Basis(q.step, q.lineage, each=q.rests == EACH, bases=bases)
+        basis = Basis(q.step, q.lineage, each=q.rests == EACH, bases=bases, genesis=q.genesis)
         return cls(
             q.quorum_id,
             q.step,
@@ -150,7 +150,7 @@ class View:
         # Its first commit has healed them all.
         members = self.members if self.held == own else healed(self.members)
         if basis is not None and not basis.committed:
-            basis = Basis(basis.step, basis.lineage, committed=True)
+            basis = Basis(basis.step, basis.lineage, committed=True, genesis=basis.genesis)
         return View(
             own,
             step,

@@ -393,7 +393,7 @@ class JobState:
 
     def _answer_late_vote(self, peer: Peer, vote: Vote, member: MemberState | None) -> None:
         """A vote on a decided step: its answer was lost, so repeat it."""
-        decision = self._history.decision(vote.quorum_id, vote.step)
+        decision = self._history.decision(vote)
         if decision is None or member is None:
             why = "this quorum is not known here"
             self._expel_unknown(peer, vote.replica_id, vote.quorum_id, why)

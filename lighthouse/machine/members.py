@@ -205,7 +205,7 @@ class Members:
         any that is here."""
         sizes: Counter[int] = Counter()
         for member in self.by_id.values():
-            if member.genesis and not member.position.lineage.startswith(TORN):
+            if member.held and not member.position.lineage.startswith(TORN):
                 sizes[member.genesis] = max(sizes[member.genesis], member.peers)
         return max(
             sizes, key=lambda genesis: (founders(genesis), sizes[genesis], genesis), default=0
@@ -316,12 +316,20 @@ class History:
         self.torn: set[str] = set()
         self.commits = 0
         self.discards = 0
-        self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
+        # By (quorum_id, step): the lineage from which it started, too.
+        self._decisions: OrderedDict[tuple[int, int], tuple[str, Decision]] = OrderedDict()
         self._lineages: OrderedDict[str, bytes] = OrderedDict()
 
-    def decision(self, quorum_id: int, step: int) -> Decision | None:
-        """The decision on a step; None if it is not (or no longer) known."""
-        return self._decisions.get((quorum_id, step))
+    def decision(self, vote: Vote) -> Decision | None:
+        """The decision on the step of `vote`; None if it is not (or no longer) known, or if the quorum is another
+        lighthouse's, which may have the number of one of this lighthouse."""
+        before, decision = self._decisions.get((vote.quorum_id, vote.step), ("", None))
+        return None if vote.ok and vote.lineage != before else decision
+
+    def _has_decided(self, doubt: InDoubt) -> bool:
+        at = doubt.quorum_id, doubt.step
+        before, _ = self._decisions.get(at, ("", None))
+        return doubt.lineage_if_committed == next_lineage(before, self._ballot[1], *at)
 
     def start(self, position: Position, held: int, healing: frozenset[str] = frozenset()) -> None:
         """A quorum starts from `position`: every step that led there is committed."""
@@ -350,7 +358,7 @@ class History:
     def decided(self, decision: Decision, live: Ballot) -> Position:
         """Record the decision on the step of `live`; returns the new head."""
         before = live.position
-        self._decisions[(decision.quorum_id, decision.step)] = decision
+        self._decisions[(decision.quorum_id, decision.step)] = before.lineage, decision
         if len(self._decisions) > REMEMBERED_DECISIONS:
             self._decisions.popitem(last=False)
         if decision.committed:
@@ -528,12 +536,12 @@ class History:
                 self.dead.pop(name_of(replica_id), None)  # another process of that name lives
 
     def takeover(self, members: Members, branch: int, *, complete: bool) -> fence.Takeover | None:
-        """What this term, which had no quorum yet, goes on with (F3, F5), by the reports of those whose states are of
-        `branch` (`Members.branch`); None: it has to wait."""
+        """What this term, which had no quorum yet, goes on with (F3, F5), by the reports of those whose last quorum was
+        of `branch` (`Members.branch`; 0: of any); None: it has to wait."""
         joins = {
             r: m.join
             for r, m in members.by_id.items()
-            if m.join.basis is not None and m.join.genesis in (0, branch)
+            if m.join.basis is not None and branch in (0, m.join.basis.genesis)
         }
         top = max((join.quorum_id for join in joins.values()), default=NO_QUORUM)
         latest = [join for join in joins.values() if join.quorum_id == top]
@@ -604,7 +612,7 @@ class History:
             assert known is not None
             lineage = known.lineage_if_committed
             committed = lineage in held
-            if not committed and known.quorum_id == top and self.decision(top, known.step) is None:
+            if not committed and known.quorum_id == top and not self._has_decided(known):
                 everyone = member.join.last_members
                 all_yes = doubts[known] == len(everyone) and all(
                     r in members.by_id for r in everyone

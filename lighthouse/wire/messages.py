@@ -180,6 +180,7 @@ class Basis:
         committed: a commit under it is known, so it rests on the list of its own members.
         each: its first commit needs all of its members: it was formed since all were there.
         bases: else, the lists of members of each of which its first commit needs half.
+        genesis: of the quorum; its members' states have another one, or none, until they have healed or committed.
     """
 
     step: int
@@ -187,10 +188,12 @@ class Basis:
     committed: bool = False
     each: bool = False
     bases: tuple[tuple[str, ...], ...] = ()
+    genesis: int = 0
 
     def __post_init__(self) -> None:
         _check_id(self.lineage, "lineage")
         _check_place(NO_QUORUM, self.step)
+        _check(0 <= self.genesis <= MAX_NONCE, "genesis out of range")
         _check(len(self.bases) <= MAX_BASES, f"a quorum rests on at most {MAX_BASES} lists")
 
 

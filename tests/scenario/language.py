@@ -4,7 +4,7 @@ Lines of a file: `# comment`, empty, `command words key=value flag`, and (indent
 the expected answers. The first command is `job ...`, `replica ...` or `group ...` (the leader of one of
 several ranks); there `show="held attempt"` shows fields that are left out elsewhere. Lineages are shown
 as the name given to them first, else as L1, L2, ... in order of appearance, so that files stay readable;
-`lineage=L1` means the same, `lineage=head` the job's newest (the default of votes). A quorum_id of a
+`lineage=L1` means the same, `lineage=head` the job's newest. A vote's default is what that was at the first vote on its step. A quorum_id of a
 later term than the first is written as epoch.number, a term as epoch:nonce, a genesis with founders as
 founders.number. One that joins follows the
 lighthouse that offers it a term, and this is left out; with `promised=` it sends just one Join, and all
@@ -229,6 +229,7 @@ class JobStage:
         self.journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
         self.promised: dict[str, Term] = {}
         self.left: Counter[str] = Counter()
+        self.voted_from: dict[tuple[int, int], str] = {}  # lineages, by (quorum_id, step)
         self.nonces = itertools.count(1)
         self.machine = Lighthouse(self.config, lambda: next(self.nonces))
 
@@ -242,6 +243,7 @@ class JobStage:
             effects = machine.expire(self.now) if wanted is not None and wanted <= self.now else []
         elif words.name == "restart":
             remembered = self.journal if who else None
+            self.voted_from.clear()
             self.machine = Lighthouse(self.config, lambda: next(self.nonces), remembered)
         elif words.name == "lost":
             effects = machine.disconnected(peer, self.now)
@@ -314,8 +316,8 @@ class JobStage:
         )
 
     def _basis(self, words: Words, last: tuple[str, ...], lineage: str) -> Basis | None:
-        """`start=STEP/LINEAGE`, `committed`, `each`, `bases=a,b/c`: of the last quorum, which started, if
-        it is not said, from the state that is held. `forgot`: nothing is known of it."""
+        """`start=STEP/LINEAGE`, `committed`, `each`, `bases=a,b/c`, `of=GENESIS`: of the last quorum, which started, if
+        it is not said, from the state that is held, and in the same branch. `forgot`: nothing is known of it."""
         given = words.given
         if not last or words.flag("forgot"):
             return None
@@ -323,7 +325,8 @@ class JobStage:
         committed, each = words.flag("committed"), words.flag("each")
         lists = given.get("bases", "" if committed or each else ",".join(last))
         bases = tuple(tuple(names.split(",")) for names in lists.split("/") if names)
-        return Basis(int(step), self.names.resolve(start), committed, each, bases)
+        genesis = id_from(words.given["of"], NONCE_BITS) if "of" in words.given else words.genesis()
+        return Basis(int(step), self.names.resolve(start), committed, each, bases, genesis)
 
     def _follow(self, peer: bytes, join: Join, effects: list[Any]) -> list[Any]:
         """If `peer` was offered the job's term, it joins again, and what was said first is left out."""
@@ -343,9 +346,10 @@ class JobStage:
     def _vote(self, who: str, words: Words) -> Vote:
         quorum_id, step = ids_from(words.plain[1])
         given = words.given
-        lineage = self.names.resolve(given.get("lineage", "head"))
-        if lineage == "head":
-            lineage = self._head()
+        lineage = self.names.resolve(given.get("lineage", ""))
+        if not lineage or lineage == "head":
+            voted_from = self.voted_from.setdefault((quorum_id, step), self._head())
+            lineage = self._head() if lineage else voted_from
         return Vote(
             JOB,
             who,

@@ -230,10 +230,12 @@ def test_history_is_bounded() -> None:
     position = Position(0, "root")
     history.start(position, 0)
     live = Ballot.open(1, TERM.nonce, position, (), {"a": "a"}, 0.0)
+    votes = []
     for step in range(2 * REMEMBERED_DECISIONS):
+        votes.append(Vote(KEY, "a", 1, step, live.position.lineage, True))
         live.position = history.decided(Decision(KEY, 1, step, True), live)
-    assert history.decision(1, 0) is None
-    assert history.decision(1, 2 * REMEMBERED_DECISIONS - 1) is not None
+    assert history.decision(votes[0]) is None
+    assert history.decision(votes[-1]) is not None
     assert history.commits == 2 * REMEMBERED_DECISIONS
 
 
