@@ -35,7 +35,6 @@ from dataclasses import dataclass, replace
 from lighthouse.machine.job import Send
 from lighthouse.wire.messages import (
     GAVE_UP,
-    GAVE_UP_PLACE,
     MAX_DIGEST_BYTES,
     MAX_REASON_CHARS,
     NO_QUORUM,
@@ -397,10 +396,10 @@ class GroupLeader:
             # The collectives of its other ranks may still need this group.
             self._group_leaves(replace(leave, reduced=leave.reduced and self._size == 1))
             self._joined = False
-            gave_up = leave.reason.startswith(GAVE_UP)
-            if gave_up or leave.reason.startswith(GAVE_UP_PLACE):
+            if leave.comes_back:
                 why = f"rank {rank} {leave.reason}"[:MAX_REASON_CHARS]
-                told = Expelled(leave.job, NO_QUORUM, why, differs=gave_up)
+                differs = leave.reason.startswith(GAVE_UP)
+                told = Expelled(leave.job, NO_QUORUM, why, differs=differs)
                 self._send(range(self._size), told)
         if self._member:
             self._start_over()

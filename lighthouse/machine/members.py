@@ -387,20 +387,21 @@ class History:
         quorum_id: int = NO_QUORUM,
         *,
         declared: bool = False,
-        left: bool = False,
+        leave: Leave | None = None,
     ) -> None:
         """The process `replica_id` is dead, or has left: its state is gone with it.
 
-        `promised`, `quorum_id`: see `DeathNotice`. `declared`: a person says so. `left`: it may join again, and name
-        an earlier quorum: of a group's ranks not all have heard of the last one.
+        `promised`, `quorum_id`: see `DeathNotice`. `declared`: a person says so. `leave`: its own word; it may join
+        again, and name an earlier quorum then: of a group's ranks not all have heard of the last one.
         """
         self.missed.discard(replica_id)
         self._dead_ids[replica_id] = (promised.epoch, promised.nonce), quorum_id
-        if not left:
+        if leave is None:
             self._has_said(replica_id, promised, quorum_id)
         member = members.by_id.get(replica_id)
         name = member.name if member is not None else name_of(replica_id)
-        if not members.other_holder(name, replica_id):
+        lives = leave is not None and leave.comes_back  # the roll waits for its name
+        if not (lives or members.other_holder(name, replica_id)):
             self.dead[name] = declared or self.dead.get(name, False)
         for known in (self._dead_ids, self.dead):
             if len(known) > REMEMBERED_DEAD:
@@ -408,8 +409,8 @@ class History:
 
     def ended(self, members: Members, word: Leave | DeathNotice) -> None:
         """`died`, by the word of the process or of its watcher."""
-        left = isinstance(word, Leave)
-        self.died(members, word.replica_id, word.promised, word.quorum_id, left=left)
+        leave = word if isinstance(word, Leave) else None
+        self.died(members, word.replica_id, word.promised, word.quorum_id, leave=leave)
 
     def declare_dead(self, members: Members, group: str) -> None:
         """A replica group (by name), or one of its processes, is dead or will not come."""

@@ -387,6 +387,11 @@ class Leave:
         _check_place(self.quorum_id, 0)
         _check(1 <= self.left <= MAX_STEP, "left out of range")
 
+    @property
+    def comes_back(self) -> bool:
+        """Whether its sender lives on, and is to join again."""
+        return self.reason.startswith((GAVE_UP, GAVE_UP_PLACE))
+
 
 @dataclass(frozen=True, slots=True)
 class Silence:
