@@ -206,8 +206,8 @@ class Forming:
             return True
         if member.doubt is not None and not member.settle:
             return True
-        # It must heal. Where no member can give its state it waits, unless no step is committed without it.
-        return member.join.can_heal and (live.admits() or not self.suffice(live.living))
+        # It must heal. It waits where no member can give its state.
+        return member.join.can_heal and live.admits()
 
     @property
     def _min_replicas(self) -> int:
@@ -332,7 +332,10 @@ class Forming:
         history = self._history
         if history.head is None:
             lacking: Collection[str] = history.missed  # they were waited for
-            enough = self._takeover is not None
+            found = (
+                self._takeover
+            )  # of whom some can't take part, if they are behind and may not heal
+            enough = found is not None and history.half_of(found.bases, choice.members)
         else:
             enough = choice.position == history.head and self.suffice(choice.members)
             lacking = () if enough else self._lacking()

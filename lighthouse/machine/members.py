@@ -515,10 +515,14 @@ class History:
             dead = self._dead_of((self.each,))
             needed = {r for r in self.each if r not in dead or dead[r] > self._ballot}
             return bool(needed) and needed.issubset(here)
-        if len(self.bases) == 1 and self.bases[0].issubset(here):
+        return self.half_of(self.bases, here)
+
+    def half_of(self, bases: Collection[fence.Members], here: Collection[str]) -> bool:
+        """Whether those of `here` are half of each base, or all of it but the dead."""
+        if all(base.issubset(here) for base in bases):
             return True  # the usual case
-        dead = self._dead_of(self.bases)
-        return all(fence.enough(here, base, self._ballot, dead, more=False) for base in self.bases)
+        dead = self._dead_of(bases)
+        return all(fence.enough(here, base, self._ballot, dead, more=False) for base in bases)
 
     def lacking(self, here: Collection[str]) -> set[str]:
         """Members on which the next commit rests that are not here, and not known to be dead."""
