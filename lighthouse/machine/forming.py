@@ -109,9 +109,11 @@ class Forming:
         if join.replica_id in history.missed:
             self._members.mark_was_member(member)
         history.joined(join.replica_id, join.name)
-        if history.head is None and join.quorum_id > self._newest:
-            self._newest = join.quorum_id  # its other members bring the same lists
-            history.reported(join, here)
+        if join.quorum_id != self._newest:  # its other members bring the same lists
+            newer = history.head is None and join.quorum_id > self._newest
+            if newer:
+                self._newest = join.quorum_id
+            history.reported(join, here, missed=newer)
 
     def decided(self, live: Ballot, committed: bool, now: float) -> None:
         """The step of `live` is decided: members that cost the others the step must pause."""

@@ -529,16 +529,18 @@ class History:
         lists = (self.each, *self.bases) if self.each else self.bases
         return {r for members in lists for r in members if r not in here and not self.is_dead(r)}
 
-    def reported(self, join: Join, here: Collection[str]) -> None:
-        """Before the first quorum of the term: `join` says on which members its last quorum rests."""
+    def reported(self, join: Join, here: Collection[str], *, missed: bool) -> None:
+        """`join` says on which members its last quorum rests: they live, as far as is known. `missed`: they are
+        waited for."""
         basis = join.basis
         lists = [join.last_members]
         if basis is not None and not basis.committed:
             lists += basis.bases
         for replica_id in (r for names in lists for r in names):
             if replica_id not in here and not self.is_dead(replica_id):
-                self.missed.add(replica_id)
                 self.dead.pop(name_of(replica_id), None)  # another process of that name lives
+                if missed:
+                    self.missed.add(replica_id)
 
     def takeover(self, members: Members, branch: int, *, complete: bool) -> fence.Takeover | None:
         """What this term, which had no quorum yet, goes on with (F3, F5), by the reports of those whose last quorum was
