@@ -63,12 +63,21 @@ def revoke(member: Member) -> None:
 
 
 def revoked_in_flight(member: Member, after_s: float) -> float:
-    """Start an all-reduce that no other member joins, revoke it, and return the seconds from there until
-    the device was free; infinity if the step would have been committed."""
+    """Start an all-reduce that no other member joins, and revoke it `after_s` seconds later, from another thread as a
+    manager does: the abort of the last communicator may wait for this one's kernel, and the launch for that abort.
+    Returns the seconds from there until the device was free; infinity if the step would have been committed."""
+    began = 0.0
+
+    def revoke_later() -> None:
+        nonlocal began
+        time.sleep(after_s)
+        began = time.monotonic()
+        member.group.revoke(RuntimeError("on purpose"))
+
+    revoking = threading.Thread(target=revoke_later)
+    revoking.start()
     member.group.allreduce([member.place.full(member.index, member.place.elements, 1.0)])
-    time.sleep(after_s)
-    began = time.monotonic()
-    member.group.revoke(RuntimeError("on purpose"))
+    revoking.join()
     error = member.group.settle()
     member.place.synchronize()
     return float("inf") if error is None else time.monotonic() - began

@@ -327,7 +327,7 @@ def foreign_states(choice: Choice, members: Members, head: Position | None) -> l
         for member in healing
         if member.position.step > choice.position.step
         or (head is None and member.position.step > 0 and not member.was_member)
-        or member.genesis not in {0, *own}
+        or (member.position.step > 0 and member.genesis not in {0, *own})
     ]
 
 
