@@ -380,7 +380,8 @@ class JobStage:
         self.left[who] = max(self.left[who], left)
         reason, reduced = words.given.get("reason", ""), words.flag("reduced")
         differs, last = words.flag("differs"), words.quorum("quorum")
-        return Leave(JOB, who, reason, reduced, left=left, differs=differs, quorum_id=last)
+        promised = self.promised.get(who, NO_TERM)
+        return Leave(JOB, who, reason, reduced, promised, left, differs, last)
 
 
 PLAIN_EVENTS: dict[str, ReplicaEvent] = {
