@@ -45,6 +45,8 @@ PACE_AFTER_S = 1.0
 """How long a transfer runs before its pace is judged; one that may take less than eight times as long
 is never judged."""
 PACE_MARGIN = 1.5
+SURE_AFTER, SURE_MARGIN = 5, 1.1
+"""After so many times that time the pace is known better."""
 SILENT_SHARE = 10
 """A silence of this part of the time that the transfer has is the end of it, if it is also
 `STALL_FACTOR` times what it usually takes from one chunk to the next."""
@@ -115,7 +117,8 @@ class TransferPlan:
         if self._began is None or deadline - self._began < 8 * PACE_AFTER_S:
             return 0.0
         took_s = now - self._began
-        if took_s < max(PACE_AFTER_S, (deadline - self._began) / 30):
+        judged_s = max(PACE_AFTER_S, (deadline - self._began) / 30)
+        if took_s < judged_s:
             return 0.0
         done = self._count - self._left
         if done:
@@ -126,7 +129,8 @@ class TransferPlan:
         under_way = sum(1.0 if s.part is None else s.part for s in self._sources.values())
         chunks = max(1.0, done + under_way)
         rest_s = self._left * took_s / chunks
-        return rest_s if rest_s > PACE_MARGIN * (deadline - now) else 0.0
+        margin = SURE_MARGIN if took_s >= SURE_AFTER * judged_s else PACE_MARGIN
+        return rest_s if rest_s > margin * (deadline - now) else 0.0
 
     def add_source(self, name: str, now: float, *, of: str = "") -> None:
         """A source is ready to serve chunks. `of`: the process that it is a connection to, if there may be

@@ -279,6 +279,11 @@ def test_a_transfer_that_can_not_end_in_time_is_known_early() -> None:
     assert pace(1_000, 9, now=PACE_AFTER_S, deadline=600.0) == 0.0  # judged after 20 s
     assert pace(100_000, 9, now=20.0, deadline=600.0)
     assert not pace(3, 0, now=2.0)  # of few chunks one may take long
+    assert not pace(1_000, 139, now=4.9)  # 35 s
+    assert pace(1_000, 139, now=5.0) == pytest.approx(
+        861 * 5 / 140
+    )  # 31 s more: that is known by now
+    assert not pace(1_000, 159, now=5.0)  # 26 s more, 25 left
 
 
 def test_a_chunk_under_way_counts_by_the_part_that_has_come() -> None:
