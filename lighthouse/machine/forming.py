@@ -87,6 +87,7 @@ class Forming:
         self._config = config
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
         self._newest = NO_QUORUM  # before the term's first quorum: the newest that a member reports
+        self._reported: tuple[str, ...] = ()  # members of the last one that was reported
         self._takeover: fence.Takeover | None = None  # what that quorum starts from
         self._branch = 0  # without a head: genesis of the states that come first
         self._all_here = (
@@ -109,7 +110,8 @@ class Forming:
         if join.replica_id in history.missed:
             self._members.mark_was_member(member)
         history.joined(join.replica_id, join.name)
-        if join.quorum_id != self._newest:  # its other members bring the same lists
+        if join.last_members != self._reported:  # the others of its quorum bring the same list
+            self._reported = join.last_members
             newer = history.head is None and join.quorum_id > self._newest
             if newer:
                 self._newest = join.quorum_id
@@ -132,7 +134,7 @@ class Forming:
     def new_term(self, now: float) -> None:
         """All members must join again."""
         self._previous = ()
-        self._newest = NO_QUORUM
+        self._newest, self._reported = NO_QUORUM, ()
         self._shut = False
         self.since = now
 
