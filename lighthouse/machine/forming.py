@@ -256,11 +256,11 @@ class Forming:
         return not self._numbered or self._history.suffice(here)
 
     @property
-    def doubt(self) -> str:
-        """What becomes of a step in doubt (`History.settle`), by the last verdict."""
+    def doubt(self) -> tuple[str, int]:
+        """What becomes of a step in doubt, and in which branch (`History.settle`), by the last verdict."""
         if self._history.head is not None:
-            return ""
-        return "either" if self._takeover is None else self._takeover.doubt
+            return "", 0
+        return "either" if self._takeover is None else self._takeover.doubt, self._branch
 
     def rests_on(
         self, members: Collection[str]

@@ -613,7 +613,7 @@ class JobState:
         verdict = self._forming.verdict(now)
         self._announcer.left_out = self._forming.left_out
         doubt = self._forming.doubt
-        if verdict.choice is not None and self._history.settle(self._members, doubt):
+        if verdict.choice is not None and self._history.settle(self._members, *doubt):
             verdict = self._forming.verdict(now)
             if verdict.choice is None:
                 self._history.unsettle(self._members)

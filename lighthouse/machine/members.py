@@ -97,6 +97,11 @@ class MemberState:
         """Of the replica group; the same after a restart."""
         return self.join.name
 
+    def reports(self, branch: int) -> bool:
+        """Whether its last quorum was of the branch of that genesis (0: of any), as far as it says."""
+        basis = self.join.basis
+        return basis is None or branch in (0, basis.genesis)
+
     def outdates(self, join: Join) -> bool:
         """Whether its process has voted in a newer quorum than `join` knows, which came late."""
         return join.quorum_id < self.base_id
@@ -548,7 +553,7 @@ class History:
         joins = {
             r: m.join
             for r, m in members.by_id.items()
-            if m.join.basis is not None and branch in (0, m.join.basis.genesis)
+            if m.join.basis is not None and m.reports(branch)
         }
         top = max((join.quorum_id for join in joins.values()), default=NO_QUORUM)
         latest = [join for join in joins.values() if join.quorum_id == top]
@@ -599,11 +604,11 @@ class History:
         member.position = Position(doubt.step + 1, doubt.lineage_if_committed)
         member.held = doubt.quorum_id
 
-    def settle(self, members: Members, doubt: str) -> bool:
+    def settle(self, members: Members, doubt: str, branch: int) -> bool:
         """Settle every step in doubt, now that a quorum can form; True if a position changed.
 
         What this lighthouse remembers decides, and what a member holds. `doubt`: else, what becomes
-        of the step of the newest quorum (`fence.Takeover`); "": that quorum was of this term. Any other
+        of the step of the newest quorum (`fence.Takeover`) of `branch`; "": that quorum was of this term. Any other
         is discarded: the newest quorum has started from something else.
         """
         all_members = members.by_id.values()
@@ -611,7 +616,7 @@ class History:
         if not unsettled:
             return False
         held = {m.position.lineage for m in all_members}
-        top = max(m.join.quorum_id for m in all_members)
+        top = max((m.join.quorum_id for m in all_members if m.reports(branch)), default=NO_QUORUM)
         doubts = Counter(m.doubt for m in unsettled)
         changed = False
         for member in unsettled:
