@@ -336,9 +336,7 @@ class Forming:
         history = self._history
         if history.head is None:
             lacking: Collection[str] = history.missed  # they were waited for
-            found = (
-                self._takeover
-            )  # of whom some can't take part, if they are behind and may not heal
+            found = self._takeover  # members that are behind and may not heal take no part
             enough = found is not None and history.half_of(found.bases, choice.members)
         else:
             enough = choice.position == history.head and self.suffice(choice.members)

@@ -10,9 +10,9 @@ R2  They go on from the job's own head as long as one of them holds it: however 
     held in the newest quorum, and the highest step of those; one that no quorum has held comes last,
     whatever its step. Where two branches meet (jobs of different genesis), the one that more groups
     have begun wins, then the one whose last quorum had more members. At equal rank it is the one that
-    most candidates hold, else that of the first by order. All others are behind and heal (R3). A torn state (partly overwritten) is not a position: its holder heals. If
-    all candidates are torn they wait up to `torn_timeout_s` for one that is whole; then they are
-    refused and must start again.
+    most candidates hold, else that of the first by order. All others are behind and heal (R3). A torn
+    state (partly overwritten) is not a position: its holder heals. If all candidates are torn they wait
+    up to `torn_timeout_s` for one that is whole; then they are refused and must start again.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
 R4  If a candidate holds the job's head, and the candidates suffice for a commit (`fence.py`), form at
     once.
