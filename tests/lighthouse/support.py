@@ -68,7 +68,8 @@ class Player:
 
         The last quorum, if there is one, rests on its own members, unless `basis` is given."""
         if "last_members" in fields:
-            basis = Basis(self.step, self.lineage, bases=(fields["last_members"],))
+            bases, genesis = (fields["last_members"],), fields.get("genesis", 0)
+            basis = Basis(self.step, self.lineage, bases=bases, genesis=genesis)
             fields.setdefault("basis", basis)
         self._join = join = Join(
             self.job,
