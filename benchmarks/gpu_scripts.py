@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import arguments, report, start_lighthouse
 
 from lighthouse.client import LighthouseClient
+from lighthouse.errors import LighthouseUnavailable
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LIMIT_S = 240.0
@@ -134,7 +135,8 @@ def run(script: Script, kill_at: int, gpu: bool, folder: Path) -> dict[str, Any]
 def main() -> int:
     parser = arguments((__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--kill-at", type=int, default=60, metavar="STEP")
-    parser.add_argument("--only", nargs="*", metavar="NAME", default=[one.name for one in SCRIPTS])
+    names = [script.name for script in SCRIPTS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names)
     args = parser.parse_args()
     import torch
 
@@ -146,7 +148,7 @@ def main() -> int:
         for script, future in zip(chosen, futures, strict=True):
             try:
                 found.append(future.result())
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
+            except (RuntimeError, LighthouseUnavailable, subprocess.TimeoutExpired) as error:
                 found.append({"script": script.name, "error": str(error), "equal": False})
     rows = [
         [

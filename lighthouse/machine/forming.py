@@ -89,7 +89,7 @@ class Forming:
         self._newest = NO_QUORUM  # before the term's first quorum: the newest that a member reports
         self._reported: tuple[str, ...] = ()  # members of the last one that was reported
         self._takeover: fence.Takeover | None = None  # what that quorum starts from
-        self._branch = 0  # without a head: genesis of the states that come first
+        self._branch = 0  # where no member is at the head: genesis of the states that come first
         self._all_here = (
             False  # the next quorum is formed since all are here, or are waited for no more
         )
@@ -300,10 +300,11 @@ class Forming:
             reason = f"waiting for {len(self._offered)} that are here to follow this lighthouse"
             return rules.Verdict(None, reason, roll.expires)
         self._all_here, self._takeover = False, None
-        self._branch = self._members.branch()
+        at_head = head is not None and any(m.position == head for m in all_members.values())
+        self._branch = 0 if at_head else self._members.branch()
         if head is None:
             self._takeover = self._history.takeover(self._members, self._branch, complete=False)
-        elif now < roll.expires and not any(m.position == head for m in all_members.values()):
+        elif now < roll.expires and not at_head:
             if lacking := self._lacking():
                 return rules.Verdict(None, rules.missing(lacking), roll.expires)
         situation = rules.Situation(
