@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ft_core.replica.events import Transmit
 from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig
-from lighthouse.machine.job import Effect, Note, Remember, Send
-from lighthouse.machine.jobs import Lighthouse
+from lighthouse.machine.job import Remember
 from lighthouse.wire.messages import (
     NO_TERM,
     DeathNotice,
-    Decision,
     DeclareDead,
-    Expelled,
     JobKey,
     Join,
     Quorum,
@@ -30,37 +24,21 @@ from lighthouse.wire.messages import (
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock
 from tests.sim.keeper import Keeper
-from tests.sim.network import UP, Link, Network, owner_of
+from tests.sim.lighthouses import Lighthouses
+from tests.sim.network import UP, Network
 from tests.sim.plane import Plane
 from tests.sim.process import Habits, Position, Process, shares_of_states
 from tests.sim.profile import Profile
 
 Start = tuple[Position, int, tuple[int, int]]
 START: Start = ((0, "root"), 0, (0, 0))
-Journal = dict[JobKey, tuple[int, tuple[str, ...]]]
 TOGETHER_S = 1.0
 """Where a training may be complete the processes of the next one are started together, at multiples of a time
 that is so much longer than it takes to be refused and started again: or they would never meet."""
-CLOCK_ERROR_S = 1e-6
-"""What a float loses when a lighthouse's clock is far ahead."""
-
-
-@dataclass(slots=True)
-class LighthouseHost:
-    """Where one of the lighthouses runs: its machine (None: it is down), and what outlives it."""
-
-    skew_s: float = 0.0
-    machine: Lighthouse | None = None
-    journal: Journal = field(default_factory=dict)
-    old: Journal = field(default_factory=dict)  # some quorums ago
-    wake: float | None = None
-    paused: bool = False
-    timers_first: bool = False  # when it goes on; else what it was sent
-    missed: list[tuple[Callable[..., None], bytes, Request | None]] = field(default_factory=list)
 
 
 class Cluster:
-    """`make_lighthouse` and `make_replica` may be replaced (by broken machines)."""
+    """`make_replica` and `lighthouses.make` may be replaced (by broken machines)."""
 
     def __init__(self, seed: int | str, profile: Profile, *, tracing: bool = False) -> None:
         self.profile, self.tracing = profile, tracing
@@ -69,9 +47,6 @@ class Cluster:
         self.work_rng = random.Random(f"work {seed}")
         self.fault_rng = random.Random(f"faults {seed}")
         self.network = Network(self.clock, self.net_rng, profile.network, profile.lighthouses)
-        self.network.front = self._front
-        self.network.to_lighthouse = self._request
-        self.network.lighthouse_lost = self._lost
         self.jobs = [JobKey("job", f"room{i}") for i in range(profile.jobs)]
         self.checkers = {job: self._make_checker(job) for job in self.jobs}
         self.planes = {
@@ -81,20 +56,25 @@ class Cluster:
         self.checkpoints: dict[str, Start] = {}
         self.shares = shares_of_states(profile)
         self.trace: list[str] = []
-        skews = random.Random(f"clocks {seed}")
-        self.lighthouses = [
-            LighthouseHost(skew_s=0.0 if home == 0 else skews.uniform(-1e6, 1e6))
-            for home in range(profile.lighthouses)
-        ]
+        self.lighthouses = self._make_lighthouses(random.Random(f"clocks {seed}"))
         self.keepers = [Keeper(self, job, profile.keep_every_s) for job in self.jobs]
-        self.open = list(range(profile.lighthouses))
-        """The lighthouses to which the shared address leads now."""
-        self._nonces = itertools.count(1)
         self._lives: dict[str, int] = {}
         self._cut_until: dict[str, float] = {}
         self._joined: dict[str, Term] = {}  # the term of its last Join that has arrived
         self._term = NO_TERM  # of the newest quorum
         self._habits: dict[str, Habits] = {}
+
+    def _make_lighthouses(self, clocks: random.Random) -> Lighthouses:
+        profile = self.profile
+        config = LighthouseConfig(
+            min_replicas=profile.min_replicas,
+            expected_replicas=profile.expected_replicas,
+            timeouts=profile.timeouts,
+        )
+        skews_s = [0.0, *(clocks.uniform(-1e6, 1e6) for _ in range(1, profile.lighthouses))]
+        return Lighthouses(
+            self.clock, self.network, config, self, self.net_rng, skews_s, journal=profile.journal
+        )
 
     def _make_checker(self, job: JobKey) -> Checker:
         profile = self.profile
@@ -109,11 +89,6 @@ class Cluster:
             group_commit=profile.group_commit,
             lighthouses=profile.lighthouses,
         )
-
-    def _front(self, link: Link) -> int:
-        """What the shared address leads to: any lighthouse behind it that is up, if there is one."""
-        up = [home for home in self.open if self.network.up[home]]
-        return self.net_rng.choice(up) if len(up) > 1 else (up or self.open)[0]
 
     # ------------------------------------------------------------------ processes
 
@@ -211,8 +186,8 @@ class Cluster:
         joins_s = self.profile.timeouts.resend_s  # it takes to follow a lighthouse and to join
         unread = {
             m.replica_id
-            for place in self.lighthouses
-            for _, _, m in place.missed
+            for host in self.lighthouses.hosts
+            for _, _, m in host.missed
             if isinstance(m, Join)
         }
         return frozenset(
@@ -234,151 +209,47 @@ class Cluster:
 
     # ------------------------------------------------------------------ the lighthouses
 
-    def start_lighthouse(self, home: int = 0) -> None:
-        """First start, or a restart with whatever the journal kept."""
-        place = self.lighthouses[home]
-        if place.machine is not None:
-            return
-        profile = self.profile
-        if profile.other_clocks:
-            place.skew_s = self.fault_rng.uniform(-1e6, 1e6)
-        if profile.old_journal:
-            place.journal = dict(place.old)
-        config = LighthouseConfig(
-            min_replicas=profile.min_replicas,
-            expected_replicas=profile.expected_replicas,
-            timeouts=profile.timeouts,
-        )
-        place.machine = self.make_lighthouse(
-            config, lambda: next(self._nonces), dict(place.journal)
-        )
-        place.wake = None
-        self.log(f"lighthouse {home} starts")
-        self.network.lighthouse_started(home)
-
-    def crash_lighthouse(self, home: int = 0) -> None:
-        place = self.lighthouses[home]
-        if place.machine is not None:
-            self.log(f"lighthouse {home} crashes")
-            place.machine, place.missed = None, []
-            self.network.lighthouse_down(home)
-
-    def pause_lighthouse(self, home: int, for_s: float) -> None:
-        """SIGSTOP: it finds all it missed when it goes on, the ends of its connections last."""
-        place = self.lighthouses[home]
-        if place.machine is None or place.paused:
-            return
-        self.log(f"lighthouse {home} stands still")
-        place.paused = True
-        if for_s > self.profile.timeouts.heartbeat_timeout_s:
-            self.network.lighthouse_silent(home)
-        self.clock.after(for_s, self.resume_lighthouse, home)
-
-    def resume_lighthouse(self, home: int) -> None:
-        place = self.lighthouses[home]
-        place.paused = False
-        if place.timers_first:
-            place.timers_first = False
-            self._expire(home, math.nan)
-        missed, place.missed = place.missed, []
-        for call, peer, message in missed:
-            call(home, peer, message)
-        if place.machine is not None:
-            self._carry_out(home, [])
+    def start_lighthouse(self) -> None:
+        """First start, or a restart, maybe on another host."""
+        host = self.lighthouses.hosts[0]
+        if host.machine is None:
+            if self.profile.other_clocks:
+                host.skew_s = self.fault_rng.uniform(-1e6, 1e6)
+            if self.profile.old_journal:
+                host.journal = dict(host.old)
+        self.lighthouses.start()
 
     def death_notice(self, job: JobKey, replica_id: str, place: tuple[Term, int]) -> None:
         """Its watcher tells the lighthouse that its process had reached."""
         link = next((each for each in self.network.links if each.name == replica_id), None)
         home = link.home if link is not None else 0
         watcher = f"{replica_id}#watcher".encode()
-        self._request(home, watcher, DeathNotice(job, replica_id, "watched it die", *place))
+        notice = DeathNotice(job, replica_id, "watched it die", *place)
+        self.lighthouses.request(home, watcher, notice)
 
     def declare_dead(self, job: JobKey, slot: str) -> None:
         """A person does what the reason of the wait asks for."""
-        self._request(0, b"tool", DeclareDead(job.job_id, slot))
-
-    def make_lighthouse(
-        self,
-        config: LighthouseConfig,
-        nonces: Callable[[], int],
-        remembered: dict[JobKey, tuple[int, tuple[str, ...]]],
-    ) -> Lighthouse:
-        return Lighthouse(config, nonces, remembered)
+        self.lighthouses.request(0, b"tool", DeclareDead(job.job_id, slot))
 
     def make_replica(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> Replica:
         return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s)
 
-    def _request(self, home: int, peer: bytes, message: Request) -> None:
-        place = self.lighthouses[home]
-        if place.paused:
-            place.missed.append((self._request, peer, message))
-        elif place.machine is not None:
-            if isinstance(message, Join):
-                self._joined[message.replica_id] = message.promised
-            if self.tracing:
-                self.log(f"lighthouse {home} <- {peer.decode()}: {self.short(message)}")
-            self._carry_out(home, place.machine.handle(peer, message, self._time_at(home)))
+    def arrives(self, home: int, peer: bytes, message: Request) -> None:
+        if isinstance(message, Join):
+            self._joined[message.replica_id] = message.promised
+        if self.tracing:
+            self.log(f"lighthouse {home} <- {peer.decode()}: {self.short(message)}")
 
-    def _lost(self, home: int, peer: bytes, _: Request | None = None) -> None:
-        place = self.lighthouses[home]
-        if place.paused:
-            place.missed.append((self._lost, peer, None))
-        elif place.machine is not None:
-            self.log(f"lighthouse {home} loses {peer.decode()}")
-            self._carry_out(home, place.machine.disconnected(peer, self._time_at(home)))
+    def shows(self, quorum: Quorum) -> None:
+        self.checkers[quorum.job].starts(quorum)
+        self.keeper(quorum.job).hears(quorum)
 
-    def _time_at(self, home: int) -> float:
-        """Clocks of lighthouses differ by anything."""
-        return self.clock.now + self.lighthouses[home].skew_s
+    def evicts(self, job: JobKey, replica_id: str) -> None:
+        self.checkers[job].evicts(replica_id)
 
-    def _expire(self, home: int, planned: float) -> None:
-        place = self.lighthouses[home]
-        if place.wake == planned:
-            place.wake = None
-        machine, now = place.machine, self._time_at(home)
-        if machine is None or place.paused:
-            return
-        wanted = machine.deadline()
-        effects = []
-        if wanted is not None and wanted <= now + CLOCK_ERROR_S:
-            now = max(now, wanted)
-            effects = machine.expire(now)
-            again = machine.deadline()
-            assert again is None or again > now, "the deadline did not move"
-        self._carry_out(home, effects)
-
-    def _carry_out(self, home: int, effects: list[Effect]) -> None:
-        place = self.lighthouses[home]
-        machine = place.machine
-        assert machine is not None
-        for effect in effects:
-            if isinstance(effect, Send):
-                message = effect.message
-                quorum = message.next_quorum if isinstance(message, Decision) else message
-                if isinstance(quorum, Quorum):
-                    self.checkers[quorum.job].starts(quorum)
-                    self.keeper(quorum.job).hears(quorum)
-                for peer in effect.peers:
-                    if isinstance(message, Expelled) and message.hung:
-                        self.checkers[message.job].evicts(owner_of(peer))
-                    self.network.send_down(peer, message)
-            elif isinstance(effect, Remember):
-                checker = self.checkers[effect.job]
-                self._term = Term(epoch_of(effect.quorum_id), effect.nonce)
-                checker.announced(effect.nonce, effect.quorum_id, effect.members)
-                if self.profile.journal:
-                    if effect.quorum_id % 3 == 0:
-                        place.old = dict(place.journal)
-                    place.journal[effect.job] = (effect.quorum_id, effect.members)
-            else:
-                assert isinstance(effect, Note)
-                self.log(f"lighthouse {home}: {effect.text}")
-        if effects:  # what a silent event leaves behind, the next one finds
-            machine.check()
-        wanted = machine.deadline()
-        if wanted is not None and (place.wake is None or wanted < place.wake):
-            place.wake = wanted
-            self.clock.at(max(self.clock.now, wanted - place.skew_s), self._expire, home, wanted)
+    def forms(self, effect: Remember) -> None:
+        self._term = Term(epoch_of(effect.quorum_id), effect.nonce)
+        self.checkers[effect.job].announced(effect.nonce, effect.quorum_id, effect.members)
 
     # ------------------------------------------------------------------ the trace
 

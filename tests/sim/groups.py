@@ -10,8 +10,8 @@ their leader over links that keep order and lose nothing while both live.
 
 from __future__ import annotations
 
-import itertools
 import random
+from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,8 @@ from typing import Any
 from ft_core.replica.group_leader import GroupEffect, GroupLeader, SendUp, peer_of
 from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.machine.job import Effect, Remember, Send
-from lighthouse.machine.jobs import Lighthouse
+from lighthouse.machine.job import Remember
 from lighthouse.wire.messages import (
-    Decision,
-    Expelled,
     JobKey,
     Join,
     Quorum,
@@ -36,7 +33,8 @@ from tests.sim.checker import Checker, Position, Violation
 from tests.sim.clock import Clock
 from tests.sim.cluster import START, Cluster, Start
 from tests.sim.keeper import GroupsKeeper
-from tests.sim.network import Link, Network, NetworkProfile, owner_of
+from tests.sim.lighthouses import Lighthouses
+from tests.sim.network import Link, Network, NetworkProfile
 from tests.sim.plane import Plane
 from tests.sim.process import Habits, Process, shares_of_states
 from tests.sim.profile import Profile
@@ -75,12 +73,10 @@ class RankChecker(Checker):
 class World:
     """What a `Process` takes for its cluster: one rank number of all groups."""
 
-    tracing = False
-    log = staticmethod(lambda text: None)
     short = staticmethod(Cluster.short)
 
     def __init__(self, groups: Groups, rank: int) -> None:
-        self.groups, self.rank = groups, rank
+        self.groups, self.rank, self.tracing = groups, rank, groups.tracing
         self.clock, self.work_rng, self.profile = groups.clock, groups.rng, groups.profile
         self.network = self  # `attach` and `send_up`
         self.running: dict[str, Process] = {}
@@ -91,11 +87,15 @@ class World:
             unreachable=lambda: frozenset(groups.excused | groups.torn()),
             living=lambda: frozenset(self.running),
             cut_since=lambda since: frozenset(groups.excused),
-            life=lambda: groups.network.lives[0],
+            life=lambda: sum(groups.network.lives),
+            lighthouses=groups.homes,
         )
         self.checker.group_yes = groups.group_yes
         self.checkers = {JOB: self.checker}
         self.planes = {JOB: Plane(self.clock, self.work_rng, self.checker)}
+
+    def log(self, text: str) -> None:
+        self.groups.log(f"rank {self.rank} of {text}")
 
     def make_replica(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> Replica:
         return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s)
@@ -228,7 +228,7 @@ class Group:
 
 @dataclass
 class Groups:
-    """The whole: `slots` groups of `size` ranks, one lighthouse, faults of `kinds` by `seed`."""
+    """The whole: `slots` groups of `size` ranks, lighthouses, faults of `kinds` by `seed`."""
 
     seed: int
     slots: tuple[str, ...] = ("a", "b", "c")
@@ -241,12 +241,18 @@ class Groups:
     kills_all: int = 3
     """How often all groups are killed, where there is a keeper."""
     compare_steps: int = 1
+    homes: int = 1
+    """How many lighthouses share the address."""
+    tracing: bool = False
     clock: Clock = field(default_factory=Clock)
     living: dict[str, Group] = field(default_factory=dict)
     lives: list[Group] = field(default_factory=list)
     group_yes: set[tuple[str, int, int]] = field(default_factory=set)
     excused: set[str] = field(default_factory=set)
     struck: list[str] = field(default_factory=list)
+    asked: Counter[str] = field(default_factory=Counter)
+    """What the lighthouses have been asked, by the kind of message."""
+    trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(f"groups {self.seed}")
@@ -254,24 +260,22 @@ class Groups:
             slots=self.slots,
             timeouts=Timeouts.derive(self.rng.choice((3.0, 6.0))),
             heal_in_place=self.rng.random() < 0.5,
-            expected_replicas=len(self.slots) if self.keep_every_s else 0,
+            lighthouses=self.homes,
+            expected_replicas=len(self.slots) if self.keep_every_s or self.homes > 1 else 0,
             compare_steps=self.compare_steps,
         )
         network = NetworkProfile(
             heartbeat_timeout_s=self.profile.timeouts.heartbeat_timeout_s, stable_peers=True
         )
-        self.network = Network(self.clock, self.rng, network)
-        self.network.to_lighthouse = self._request
-        self.network.lighthouse_lost = self._lost
+        self.network = Network(self.clock, self.rng, network, self.homes)
+        config = LighthouseConfig(min_replicas=1, timeouts=self.profile.timeouts)
+        skews_s = [0.0, *(self.rng.uniform(-1e6, 1e6) for _ in range(1, self.homes))]
+        self.lighthouses = Lighthouses(self.clock, self.network, config, self, self.rng, skews_s)
         self.worlds: list[World] = []
         self.keeper = GroupsKeeper(self, JOB, self.keep_every_s, self.size)
         self.worlds = [World(self, rank) for rank in range(self.size)]
         self.checkers = self.worlds[0].checkers
-        self.lighthouse: Lighthouse | None = None
         self._lives = dict.fromkeys(self.slots, 0)
-        self._journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
-        self._wake: float | None = None
-        self._nonces = itertools.count(1)
 
     # ------------------------------------------------------------------ groups
 
@@ -311,57 +315,33 @@ class Groups:
                 found.add(replica_id)
         return found
 
-    # ------------------------------------------------------------------ the lighthouse
-
-    def start_lighthouse(self) -> None:
-        if self.lighthouse is None:
-            config = LighthouseConfig(min_replicas=1, timeouts=self.profile.timeouts)
-            self.lighthouse = Lighthouse(config, lambda: next(self._nonces), dict(self._journal))
-            self.network.lighthouse_started()
+    # ------------------------------------------------------------------ what the lighthouses say
 
     def crash_lighthouse(self) -> None:
-        self.lighthouse = None
         self.excused |= set(self.living)
-        self.network.lighthouse_down()
+        self.lighthouses.crash()
 
-    def _request(self, home: int, peer: bytes, message: Request) -> None:
-        if self.lighthouse is not None:
-            self._carry_out(self.lighthouse.handle(peer, message, self.clock.now))
+    def arrives(self, home: int, peer: bytes, message: Request) -> None:
+        self.asked[type(message).__name__] += 1
+        if self.tracing:
+            self.log(f"lighthouse {home} <- {peer.decode()}: {Cluster.short(message)}")
 
-    def _lost(self, home: int, peer: bytes) -> None:
-        if self.lighthouse is not None:
-            self._carry_out(self.lighthouse.disconnected(peer, self.clock.now))
+    def shows(self, quorum: Quorum) -> None:
+        self.keeper.hears(quorum)
+        for world in self.worlds:
+            world.checker.starts(quorum)
 
-    def _expire(self, planned: float) -> None:
-        if self._wake == planned:
-            self._wake = None
-            wanted = self.lighthouse.deadline() if self.lighthouse is not None else None
-            if self.lighthouse is not None and wanted is not None:
-                due = wanted <= self.clock.now
-                self._carry_out(self.lighthouse.expire(self.clock.now) if due else [])
+    def evicts(self, job: JobKey, replica_id: str) -> None:
+        for world in self.worlds:
+            world.checker.evicts(replica_id)
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Send):
-                message = effect.message
-                quorum = message.next_quorum if isinstance(message, Decision) else message
-                if isinstance(quorum, Quorum):
-                    self.keeper.hears(quorum)
-                for peer in effect.peers:
-                    if isinstance(effect.message, Expelled) and effect.message.hung:
-                        for world in self.worlds:
-                            world.checker.evicts(owner_of(peer))
-                    self.network.send_down(peer, effect.message)
-            elif isinstance(effect, Remember):
-                self._journal[effect.job] = (effect.quorum_id, effect.members)
-                for world in self.worlds:
-                    world.checker.announced(effect.nonce, effect.quorum_id, effect.members)
-        assert self.lighthouse is not None
-        self.lighthouse.check()
-        wanted = self.lighthouse.deadline()
-        if wanted is not None and (self._wake is None or wanted < self._wake):
-            self._wake = wanted
-            self.clock.at(wanted, self._expire, wanted)
+    def forms(self, effect: Remember) -> None:
+        for world in self.worlds:
+            world.checker.announced(effect.nonce, effect.quorum_id, effect.members)
+
+    def log(self, text: str) -> None:
+        if self.tracing:
+            self.trace.append(f"{self.clock.now:9.4f} {text}")
 
     # ------------------------------------------------------------------ faults
 
@@ -369,7 +349,7 @@ class Groups:
         """Let a fault of this kind happen to some group now."""
         if kind == "lighthouse":
             self.crash_lighthouse()
-            self.clock.after(self.rng.choice((0.1, 1.0)), self.start_lighthouse)
+            self.clock.after(self.rng.choice((0.1, 1.0)), self.lighthouses.start)
             return
         if not self.living:
             return
@@ -410,7 +390,7 @@ class Groups:
             group.kill(number)
 
     def calm(self) -> None:
-        self.start_lighthouse()
+        self.lighthouses.start()
         for group in self.living.values():
             for process in group.ranks.values():
                 process.habits.error_rate, process.habits.gives_up = 0.0, False
@@ -419,7 +399,7 @@ class Groups:
 
     def run(self) -> None:
         """Raises Violation (a broken promise) or AssertionError (a broken invariant)."""
-        self.clock.at(0.0, self.start_lighthouse)
+        self.clock.at(0.0, self.lighthouses.start)
         for slot in self.slots:
             self.clock.at(self.rng.random() * 0.3, self.spawn, slot)
         kinds = self.rng.sample(self.kinds, min(self.rng.randint(1, 4), len(self.kinds)))

@@ -40,7 +40,6 @@ def run(
     seed: int | str,
     profile: Profile | None = None,
     *,
-    cluster_type: type[Cluster] = Cluster,
     prepare: Callable[[Cluster], None] | None = None,
     tracing: bool = False,
     on_trace: Callable[[list[str]], None] | None = None,
@@ -49,7 +48,7 @@ def run(
     if profile is None:
         assert isinstance(seed, int)
         profile = profile_of(seed)
-    cluster = cluster_type(seed, profile, tracing=tracing)
+    cluster = Cluster(seed, profile, tracing=tracing)
     if prepare is not None:
         prepare(cluster)
     try:
@@ -127,7 +126,7 @@ def _wake_lost_jobs(cluster: Cluster) -> bool:
     computes for long, and the state would be lost with it; and those whose reason asks for `declare-dead`.
     """
     found = False
-    lighthouses = [place.machine for place in cluster.lighthouses if place.machine is not None]
+    lighthouses = [host.machine for host in cluster.lighthouses.hosts if host.machine is not None]
     for job in [job for each in lighthouses for job in each.status()["jobs"]]:  # type: ignore[attr-defined]
         processes = _holders(cluster, job)
         if processes and all(p.habits.hung for p in processes):
@@ -157,7 +156,7 @@ def _calm(cluster: Cluster) -> list[Process]:
     """End all faults; the core is what lives in jobs with at least `min_replicas`."""
     profile = cluster.profile
     cluster.start_lighthouse()
-    cluster.resume_lighthouse(0)
+    cluster.lighthouses.resume()
     for plane in cluster.planes.values():
         plane.mend()
     for process in list(cluster.running.values()):
@@ -197,7 +196,7 @@ def _recover(cluster: Cluster, process: Process) -> None:
 def strike(cluster: Cluster, fault: Fault) -> None:
     """Let `fault` happen now."""
     if fault.kind == "lighthouse":
-        cluster.crash_lighthouse()
+        cluster.lighthouses.crash()
         cluster.clock.after(fault.for_s, cluster.start_lighthouse)
         return
     if fault.kind in _STRIKES_ALL:
@@ -346,11 +345,11 @@ def _flip(cluster: Cluster, process: Process, for_s: float) -> None:
 def _pause_lighthouse(cluster: Cluster, for_s: float) -> None:
     for process in cluster.running.values():
         cluster.cut(process, cluster.clock.now + for_s)
-    cluster.pause_lighthouse(0, for_s)
+    cluster.lighthouses.pause(0, for_s)
 
 
 def _suspend_lighthouse(cluster: Cluster, for_s: float) -> None:
-    cluster.lighthouses[0].timers_first = True
+    cluster.lighthouses.hosts[0].timers_first = True
     _pause_lighthouse(cluster, for_s)
 
 

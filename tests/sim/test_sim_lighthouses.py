@@ -40,22 +40,18 @@ def two_lighthouses(seed: int) -> Result:
 
 def _prepare(cluster: Cluster, profile: Profile, seed: int) -> None:
     rng, clock = random.Random(f"front {seed}"), cluster.clock
-    clock.at(0.0, cluster.start_lighthouse, 1)
+    clock.at(0.0, cluster.lighthouses.start, 1)
     for _ in range(rng.choice((1, 2, 5))):
         when = rng.uniform(0.0, profile.faulty_s - 0.1)
-        clock.at(when, _lead, cluster, rng.choice(((0,), (1,), (0, 1))))
+        clock.at(when, cluster.lighthouses.lead, rng.choice(((0,), (1,), (0, 1))))
         if rng.random() < 0.3:
             limit = profile.timeouts.heartbeat_timeout_s
-            clock.at(when, cluster.pause_lighthouse, 1, rng.choice((0.5, 3.0)) * limit)
+            clock.at(when, cluster.lighthouses.pause, 1, rng.choice((0.5, 3.0)) * limit)
         if rng.random() < 0.3:
             clock.at(when, _cut, cluster, rng.choice(profile.slots), rng.randrange(2))
     clock.at(profile.faulty_s - 0.02, cluster.network.mend)
-    clock.at(profile.faulty_s - 0.02, _lead, cluster, (0,))
-    clock.at(profile.faulty_s - 0.01, cluster.crash_lighthouse, 1)
-
-
-def _lead(cluster: Cluster, where: tuple[int, ...]) -> None:
-    cluster.open = list(where)
+    clock.at(profile.faulty_s - 0.02, cluster.lighthouses.lead, (0,))
+    clock.at(profile.faulty_s - 0.01, cluster.lighthouses.crash, 1)
 
 
 def _cut(cluster: Cluster, slot: str, home: int) -> None:

@@ -319,10 +319,15 @@ def test_seeds_cover_every_fault_and_mode() -> None:
 def test_a_job_that_can_not_commit_breaks_the_liveness_promise() -> None:
     profile = Profile(slots=("a", "b"), min_replicas=2, faulty_s=3.0)
 
-    class Deaf(Cluster):
-        def _request(self, home: int, peer: bytes, message: Request) -> None:
-            if self.clock.now < 1.0:
-                super()._request(home, peer, message)
+    def deafen(cluster: Cluster) -> None:
+        """The lighthouse hears nothing after the first second."""
+        hears = cluster.network.to_lighthouse
+
+        def maybe(home: int, peer: bytes, message: Request) -> None:
+            if cluster.clock.now < 1.0:
+                hears(home, peer, message)
+
+        cluster.network.to_lighthouse = maybe
 
     with pytest.raises(Violation, match="L1"):
-        run("deaf", profile, cluster_type=Deaf)
+        run("deaf", profile, prepare=deafen)
