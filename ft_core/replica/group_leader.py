@@ -36,6 +36,7 @@ from lighthouse.machine.job import Send
 from lighthouse.wire.messages import (
     GAVE_UP,
     MAX_DIGEST_BYTES,
+    MAX_NONCE,
     MAX_REASON_CHARS,
     NO_QUORUM,
     NO_TERM,
@@ -57,12 +58,17 @@ from lighthouse.wire.messages import (
     Request,
     Revoke,
     Status,
+    Term,
     Vote,
     Waiting,
 )
 
 BROKEN = "replica group broken: "
 """A `Refused` whose reason starts with this comes from the rank's own group, not from the lighthouse."""
+OF_NO_LIGHTHOUSE = MAX_NONCE
+"""Nonce of the term of a group whose ranks have promised themselves to several terms of one epoch."""
+LEFT_QUORUM = "its replica group has left this quorum"
+"""What a rank is told that votes in it all the same."""
 LEFT = "replica group left: "
 """The same, where a rank was told to end and has left with the group's vote."""
 
@@ -277,19 +283,25 @@ class GroupLeader:
             return
         joins = [self._joins[r] for r in range(self._size)]
         newest = max((j.promised for j in joins), key=lambda term: (term.epoch, term.nonce))
-        late = [r for r in range(self._size) if joins[r].promised != newest]
+        others = [r for r in range(self._size) if joins[r].promised != newest]
+        late = [r for r in others if newest.outranks(joins[r].promised)]
         if late:  # they have not heard of the term, which rank 0 may have followed already
             told = late if newest != self._offered else [rank] if rank in late else []
             self._offered = newest
             self._send(told, Waiting(join.job, "its group follows another lighthouse", newest))
             return
         first = joins[0]
+        if (
+            others
+        ):  # they can't follow it: no lighthouse counts the group, and all are offered a higher one
+            newest = Term(newest.epoch, OF_NO_LIGHTHOUSE)
         schemas = {j.schema for j in joins}
         torn = any((j.step, j.lineage) != (first.step, first.lineage) for j in joins)
         doubts = {j.in_doubt for j in joins}
         group = replace(
             first,
             addresses=tuple(j.addresses[0] for j in joins),
+            promised=newest,
             step=min(j.step for j in joins) if torn else first.step,
             lineage=f"{TORN}{first.replica_id}" if torn else first.lineage,
             in_doubt=first.in_doubt if len(doubts) == 1 else None,
@@ -319,8 +331,10 @@ class GroupLeader:
         self._spent = max(self._spent, vote.attempt)
         if vote.leaving:
             self._leavers.add(rank)
-        if self._member:  # else the group has left this quorum, which counts its vote no more
+        if self._member:
             self._speak(vote, again)
+        else:  # this rank heard of the quorum after it had joined again
+            self._send([rank], Expelled(vote.job, vote.quorum_id, LEFT_QUORUM))
         self._accounted_for(rank)
 
     def _speak(self, newest: Vote, again: bool) -> None:

@@ -550,14 +550,11 @@ class History:
     def takeover(self, members: Members, branch: int, *, complete: bool) -> fence.Takeover | None:
         """What this term, which had no quorum yet, goes on with (F3, F5), by the reports of those whose last quorum was
         of `branch` (`Members.branch`; 0: of any); None: it has to wait."""
-        joins = {
-            r: m.join
-            for r, m in members.by_id.items()
-            if m.join.basis is not None and m.reports(branch)
-        }
+        reporting = {r: m for r, m in members.by_id.items() if m.join.basis is not None}
+        joins = {r: m.join for r, m in reporting.items() if m.reports(branch)}
         top = max((join.quorum_id for join in joins.values()), default=NO_QUORUM)
         latest = [join for join in joins.values() if join.quorum_id == top]
-        if not joins and self._remembered:
+        if not reporting and self._remembered:  # else what they say is newer, or of another branch
             here, lists = members.by_id.keys(), (self._remembered,)
             dead = self._dead_of(lists)
             enough = fence.enough(here, self._remembered, self._ballot, dead, more=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft_core.replica.group_leader import GroupEffect, GroupLeader, SendUp, peer_of
@@ -146,10 +146,10 @@ class Group:
                 slot,
                 JOB,
                 life,
-                Habits(forward_s=groups.rng.uniform(0.04, 0.1)),
+                replace(groups.habits, forward_s=groups.rng.uniform(0.04, 0.1)),
                 start,
             )
-            for world, start in zip(groups.worlds, groups.keeper.parts_of(START), strict=True)
+            for world, start in zip(groups.worlds, groups.starts_of(slot), strict=True)
         }
 
     def start(self) -> None:
@@ -276,6 +276,13 @@ class Groups:
         self.worlds = [World(self, rank) for rank in range(self.size)]
         self.checkers = self.worlds[0].checkers
         self._lives = dict.fromkeys(self.slots, 0)
+        self._whole: dict[str, list[Start]] = {}
+        rng = random.Random(f"habits {self.seed}")
+        self.habits = Habits(
+            asynchronous=rng.random() < 0.3,
+            buckets=rng.choice((1, 1, 2)),
+            checkpoint_every=rng.choice((0, 0, 5)),
+        )
 
     # ------------------------------------------------------------------ groups
 
@@ -283,6 +290,13 @@ class Groups:
     def running(self) -> dict[tuple[str, int], Process]:
         """The processes of all ranks."""
         return {(name, w.rank): p for w in self.worlds for name, p in w.running.items()}
+
+    def starts_of(self, slot: str) -> list[Start]:
+        """Of its ranks: the last checkpoint that is whole, unless the keeper has a newer state."""
+        parts = [world.checkpoints.get(slot, START) for world in self.worlds]
+        if len({position for position, _, _ in parts}) == 1:
+            self._whole[slot] = parts
+        return self.keeper.parts_of(self._whole.get(slot, [START] * self.size))
 
     def spawn(self, slot: str) -> None:
         self._lives[slot] += 1
@@ -345,6 +359,23 @@ class Groups:
 
     # ------------------------------------------------------------------ faults
 
+    def _mislead(self, rng: random.Random) -> None:
+        """The address leads to one lighthouse, the other, or both in turn, and groups are cut off from one."""
+        limit_s = self.profile.timeouts.heartbeat_timeout_s
+        for _ in range(rng.choice((1, 2, 5))):
+            when = rng.uniform(0.0, self.faulty_s - 0.1)
+            self.clock.at(when, self.lighthouses.lead, rng.choice(((0,), (1,), (0, 1))))
+            if rng.random() < 0.3:
+                self.clock.at(when, self.lighthouses.pause, 1, rng.choice((0.5, 3.0)) * limit_s)
+            if rng.random() < 0.5:
+                self.clock.at(when, self._cut, rng.choice(self.slots), rng.randrange(2))
+
+    def _cut(self, slot: str, home: int) -> None:
+        """The group of `slot` can't reach one of the lighthouses."""
+        for group in self.living.values():
+            if group.slot == slot:
+                self.network.cut(group.link, home)
+
     def strike(self, kind: str) -> None:
         """Let a fault of this kind happen to some group now."""
         if kind == "lighthouse":
@@ -391,6 +422,11 @@ class Groups:
 
     def calm(self) -> None:
         self.lighthouses.start()
+        if self.homes > 1:
+            self.network.mend()
+            self.lighthouses.lead((0,))
+            self.lighthouses.resume()
+            self.lighthouses.crash(1)
         for group in self.living.values():
             for process in group.ranks.values():
                 process.habits.error_rate, process.habits.gives_up = 0.0, False
@@ -399,7 +435,10 @@ class Groups:
 
     def run(self) -> None:
         """Raises Violation (a broken promise) or AssertionError (a broken invariant)."""
-        self.clock.at(0.0, self.lighthouses.start)
+        for home in range(self.homes):
+            self.clock.at(0.0, self.lighthouses.start, home)
+        if self.homes > 1:
+            self._mislead(random.Random(f"front {self.seed}"))
         for slot in self.slots:
             self.clock.at(self.rng.random() * 0.3, self.spawn, slot)
         kinds = self.rng.sample(self.kinds, min(self.rng.randint(1, 4), len(self.kinds)))
@@ -439,5 +478,6 @@ class Groups:
             for number, made in enumerate(attempts, 1):
                 under = {quorum_id for quorum_id, _ in made if quorum_id is not None}
                 ends = {committed for _, committed in made if committed is not None}
-                if len(under) > 1 or len(ends) > 1:
+                # What a rank hears after it has left may be of a quorum that another rank has left, too.
+                if len(ends) > 1 or (len(under) > 1 and ends != {False}):
                     raise Violation(f"attempt {number} of {group.replica_id} is {made}")

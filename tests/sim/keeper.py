@@ -107,8 +107,8 @@ class GroupsKeeper(Keeper):
         if len(parts) == self._size and self.sees(parts[0]):
             self._parts = parts
 
-    def parts_of(self, own: Start) -> list[Start]:
-        """With which states the ranks of a group begin that has `own`: its rank 0 decides for all."""
-        if self.start_of(own) == own:
-            return [own] * self._size
+    def parts_of(self, own: list[Start]) -> list[Start]:
+        """With which states the ranks of a group begin that have `own`: its rank 0 decides for all."""
+        if self.start_of(own[0]) == own[0]:
+            return own
         return [self._parts[rank] for rank in range(self._size)]

@@ -36,6 +36,19 @@ def test_many_faults_in_a_short_time_strand_no_group(kinds: tuple[str, ...]) -> 
         Groups(seed, kinds=kinds, faults=40).run()
 
 
+@pytest.mark.parametrize("kinds", [("give up", "hang a rank"), (*FAULTS, "kill all")])
+def test_two_lighthouses_behind_one_address(kinds: tuple[str, ...]) -> None:
+    """As in `test_sim_lighthouses.py`: a group that moves from one to the other moves as a whole."""
+    commits = forks = 0
+    for seed in range(SEEDS):
+        groups = Groups(seed, homes=2, kinds=kinds, faults=15)
+        groups.run()
+        commits += sum(world.checker.commits for world in groups.worlds)
+        forks += sum(world.checker.forks for world in groups.worlds)
+    assert commits > 5_000
+    assert forks > 20, "both lighthouses have to be in use"
+
+
 def test_ranks_that_make_attempts_of_their_own_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has reduced under a quorum that is lost, the other has not: it would go on with its
     attempt under the next quorum, and be an attempt behind for good."""
