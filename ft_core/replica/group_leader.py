@@ -163,7 +163,7 @@ class GroupLeader:
             self.unanswered = None
             heard = message if self._member else self._as_newcomer(message)
             quorum = heard.next_quorum if isinstance(heard, Decision) else heard
-            if quorum is not None:
+            if quorum is not None and self._follows(quorum):
                 self._newest = quorum.quorum_id
             if heard is not None:
                 self._held.append(heard)
@@ -184,6 +184,10 @@ class GroupLeader:
         if isinstance(message, Decision):  # a rank may be in doubt of its step
             return replace(message, next_quorum=None, waiting=True)
         return message if self._joined and message.base_id == NO_QUORUM else None
+
+    def _follows(self, quorum: Quorum) -> bool:
+        """Whether it is of the term that this group has promised itself to, and not of a lighthouse that was left."""
+        return self._sent is not None and self._sent.promised == quorum.term
 
     def _hear_held(self) -> None:
         """Decisions and quorums, in order, once it is known what has become of each rank's attempt."""
@@ -435,10 +439,10 @@ class GroupLeader:
 
     def _on_quorum(self, quorum: Quorum) -> Quorum:
         """What the ranks hear of it."""
-        self._member = True
         group = self._last_join
-        if group is None:
+        if group is None or not self._follows(quorum):
             return quorum
+        self._member = True
         for member in quorum.changed:  # a difference that leaves this group out leaves it as it is
             if member.replica_id == group.replica_id:
                 self._healing = member.healing
