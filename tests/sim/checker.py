@@ -292,7 +292,7 @@ class Checker:
         """A process was told that its step is dropped (`ok`: it had voted yes), and maybe to heal."""
         self.discards += 1
         self.require(self.at[replica_id] == position, f"S6: {replica_id} moved by a discard")
-        forgotten = ok and self.life() != self.ballots[(quorum_id, step)][1]
+        forgotten = self.life() != self.births[quorum_id].life
         if ok and not (heals and forgotten):
             self._told(replica_id, quorum_id, step, committed=False)
 
