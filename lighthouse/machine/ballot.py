@@ -163,6 +163,10 @@ class Ballot:
         first = next(m.replica_id for m in self.members if m.replica_id in yes)
         return True, self.votes[first].control
 
+    def reason(self, committed: bool) -> str:
+        """Of its decision, for people."""
+        return self.revoked or ("ok" if committed else "its members suffice no more")
+
     def commits(self, yes: Set[str], group_commit: bool) -> bool:
         """Whether the votes commit the step; `yes`: those that say yes."""
         # If no living member held the result, committing it would lose the state itself.

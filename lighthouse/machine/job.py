@@ -534,7 +534,7 @@ class JobState:
             live.quorum_id,
             before.step,
             committed,
-            live.revoked or "ok",
+            live.reason(committed),
             control=control,
         )
         after = self._history.decided(decision, live)
@@ -543,7 +543,7 @@ class JobState:
         self._forming.decided(live, committed, now)
         voters = {r: self._members.by_id[r] for r in live.in_rank_order()}
         update_positions(live, voters, committed, after)
-        goes_on = live.undisturbed() and self._least_epoch <= self.term.epoch
+        goes_on = committed and live.undisturbed() and self._least_epoch <= self.term.epoch
         if goes_on and not self._forming.admits(live, now):
             live.next_step(after, now)
             self._effects.append(Send(tuple(m.peer for m in voters.values()), decision))
