@@ -421,6 +421,8 @@ def keep_metrics(logger: Any) -> None:
     """
     if _kind_of(logger) != "CSVLogger" or logger._experiment is not None:
         return
+    # For good, since another thread may change the filters meanwhile. It would be wrong in all cases.
+    warnings.filterwarnings("ignore", "Experiment logs directory .* Previous log files")
     path = metrics_path(logger)
     aside = f"{path}.kept"
     if os.path.isfile(aside) and not os.path.isfile(path):
@@ -428,8 +430,6 @@ def keep_metrics(logger: Any) -> None:
     if not os.path.isfile(path):
         return
     os.replace(path, aside)
-    # For good, since another thread may change the filters meanwhile. It would be wrong in all cases.
-    warnings.filterwarnings("ignore", "Experiment logs directory .* Previous log files")
     try:
         _ = logger.experiment
     finally:

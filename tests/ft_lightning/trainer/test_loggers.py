@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,6 +263,21 @@ def test_a_logger_leaves_the_file_of_another_in_its_folder_alone(tmp_path: Path)
     second.meet(True, takes_over=True)
     second.open()
     assert beside.found and all("metrics.csv" in found for found in beside.found)
+
+
+def test_the_next_leader_opens_a_folder_without_rows_and_does_not_warn_of_their_loss(
+    tmp_path: Path,
+) -> None:
+    """The first one has died before its first row: only hyperparameters are there."""
+    first = CSVLogger(tmp_path, "csv", version=0)
+    first.log_hyperparams({"batch_size": 4})
+    first.save()
+    assert list(tmp_path.glob("csv/*/*")), "Lightning finds the folder in use"
+    second = CSVLogger(tmp_path, "csv", version=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keep_metrics(second)
+        _ = second.experiment
 
 
 def test_a_logger_is_opened_beside_the_training_and_calls_wait_in_order(tmp_path: Path) -> None:
