@@ -21,6 +21,7 @@ import contextlib
 import inspect
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -369,7 +370,23 @@ class CheckpointMixin(_Base):
 
     def _remove(self, filepath: Any) -> None:
         if self.is_global_zero and self._checkpoints.may_remove(filepath):
+            self._keep_an_end(filepath)
             super().remove_checkpoint(filepath)
+
+    def _keep_an_end(self, filepath: Any) -> None:
+        """A callback of this fit removes what one of an earlier fit has saved: if that is the end of that
+        fit, with which it is passed over, it is copied to the supervisor's folder."""
+        folder, resumption = ends_folder(), self._resumption
+        if not folder or resumption is None:
+            return
+        number = resumption.ends_with(filepath)
+        if number and os.path.getsize(filepath) + _kept_in(folder) <= END_BYTES:
+            path = os.path.join(folder, f"{number}.ckpt")
+            try:
+                shutil.copyfile(filepath, path)
+                resumption.has_moved(number, path)
+            except OSError as error:
+                log.warning("the end of fit %s could not be kept (%s)", number, error)
 
     def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """As it is until the next update."""

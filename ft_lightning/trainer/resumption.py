@@ -129,6 +129,10 @@ class Resumption:
         """The fit has been passed over: its results are here. Returns a sentence for the user."""
         for name, value in self._known.get("metrics", {}).items():
             self._trainer.callback_metrics[name] = torch.tensor(value)
+        for callback in self._trainer.checkpoint_callbacks:  # for `test(ckpt_path="best")`
+            best = getattr(callback, "best_model_path", "")
+            if best and os.path.abspath(best) == self._known.get("removed"):
+                callback.best_model_path = self.source
         return f"training {self.number} of the script is over; its state is that of {self.source}"
 
     def has_ended(self) -> bool:
@@ -196,6 +200,24 @@ class Resumption:
             metrics = self._trainer.callback_metrics
             self._known["metrics"] = {name: float(value) for name, value in metrics.items()}
             self._change(lambda fits: {**fits, self.number: self._known})
+
+    def ends_with(self, path: Any) -> str:
+        """The number of the finished fit that is passed over with this checkpoint; "": of none."""
+        local = local_path(path)
+        if local is None:
+            return ""
+        fits = self._fits().items()
+        return next((n for n, fit in fits if _end_of(fit) == os.path.abspath(local)), "")
+
+    def has_moved(self, number: str, path: str) -> None:
+        """The last checkpoint of fit `number` is at `path` from now on, and goes where it was."""
+
+        def change(fits: dict[str, Any]) -> dict[str, Any]:
+            *earlier, (removed, step) = fits[number]["saves"]
+            fit = {**fits[number], "saves": [*earlier, [path, step]], "removed": removed}
+            return {**fits, number: fit}
+
+        self._change(change)
 
     # ------------------------------------------------------------------ the file
 

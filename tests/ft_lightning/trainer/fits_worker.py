@@ -32,7 +32,9 @@ OPTIONS: dict[str, Any] = {
     "checkpoints": True,
     "saves": False,  # after each fit, to <log>/final.ckpt
     "validates": False,  # after each fit
+    "tests": False,  # the best checkpoint, after each fit
     "unlike": False,  # the groups begin with weights of their own
+    "again": False,  # one Trainer and one model: a later fit trains them on
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
     # "after:<fit>", "exit": when Python shuts down
@@ -69,6 +71,9 @@ class Model(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)]
@@ -94,6 +99,24 @@ def data(fold: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(images, labels), 4)
 
 
+def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Trainer]:
+    mine = int(os.environ.get("REPLICA_GROUP_ID", "0")) if options["unlike"] else 0
+    seed_everything(number + 100 * mine, verbose=False)
+    periodic = "sync_every" in options["strategy"]
+    strategy = ft_lightning.FTDiLoCoStrategy if periodic else ft_lightning.FTDDPStrategy
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=options["devices"],
+        strategy=strategy(**options["strategy"]),
+        max_epochs=options["epochs"],
+        plugins=[HoldingIO(files)],
+        callbacks=[StochasticWeightAveraging(0.01, 1)] if options["averages"] else [],
+        default_root_dir=options["log"],
+        enable_checkpointing=options["checkpoints"],
+    )
+    return Model(number, files, options["stops"]), trainer
+
+
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     files = Log(options["log"], process_name(), options["holds"])
@@ -102,21 +125,11 @@ def main(options: dict[str, Any]) -> None:
         files.begin_life()
         files.ready()
     for number in range(1, options["fits"] + 1):
-        mine = int(os.environ.get("REPLICA_GROUP_ID", "0")) if options["unlike"] else 0
-        seed_everything(number + 100 * mine, verbose=False)
-        model = Model(number, files, options["stops"])
-        periodic = "sync_every" in options["strategy"]
-        make = ft_lightning.FTDiLoCoStrategy if periodic else ft_lightning.FTDDPStrategy
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=options["devices"],
-            strategy=make(**options["strategy"]),
-            max_epochs=options["epochs"],
-            plugins=[HoldingIO(files)],
-            callbacks=[StochasticWeightAveraging(0.01, 1)] if options["averages"] else [],
-            default_root_dir=options["log"],
-            enable_checkpointing=options["checkpoints"],
-        )
+        if number == 1 or not options["again"]:
+            model, trainer = make(options, files, number)
+        else:
+            model.number = number
+            trainer.fit_loop.max_epochs += options["epochs"]
         trainer.fit(model, data(number), data(-number), ckpt_path=options["ckpt_path"])
         files.append(
             "fits",
@@ -131,6 +144,8 @@ def main(options: dict[str, Any]) -> None:
         files.at(f"after:{number}")
         if options["validates"]:
             trainer.validate(model, data(-number), verbose=False)
+        if options["tests"]:
+            trainer.test(ckpt_path="best", dataloaders=data(-number), verbose=False)
 
 
 if __name__ == "__main__":

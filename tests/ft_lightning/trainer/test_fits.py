@@ -111,6 +111,28 @@ def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(tmp_path: Pa
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+def test_a_fit_is_passed_over_whose_checkpoint_a_later_one_has_removed(tmp_path: Path) -> None:
+    """One Trainer with Lightning's default callbacks, which trains on: its second fit keeps its newest
+    checkpoint only. Group 1 dies after that, in the second fit."""
+    options: dict[str, Any] = {"devices": 2, "again": True, "tests": True}
+    with running(tmp_path, worker=WORKER, holds=["step:2:13"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "step:2:13")
+        (left,) = tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt")
+        assert left.name == "epoch=2-step=12.ckpt"
+        asked = run.events(1, *ASKS)
+        os.kill(run.lines(1, "fits")[0]["pid"], signal.SIGKILL)
+        run.until(lambda: run.events(1, *ASKS) > asked, "the next life to ask for a quorum")
+        run.go("step:2:13")
+        run.wait(supervisor)
+    mine, theirs = (results(run, name) for name in (0, 1))
+    assert [line["step"] for line in mine] == [8, 16]
+    for line in (*mine, *theirs):
+        line.pop("best")  # the file has moved
+    assert theirs == [mine[0], *mine]
+
+
 def test_the_leader_dies_before_it_has_recorded_the_end_of_a_fit(tmp_path: Path) -> None:
     """A fit that stopped early: no counter says that it is over. The other, which is at its end, too, records
     it; and both train the next one."""
