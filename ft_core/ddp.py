@@ -499,7 +499,7 @@ class SharedBuffers:
 
     Buffers that are not persistent are not in a state dict; they are left alone, and so are names in
     `ignored`. The buffers heal as the part `key` of the manager's state. Raises ValueError if they
-    are on several devices.
+    are on several devices; and in `begin`, or when the step ends, if one has changed its shape.
 
     Thread: `begin` and the manager's calls in the loop's, `send` in autograd's.
     """
@@ -543,7 +543,7 @@ class SharedBuffers:
         """A forward is about to change the buffers: remember where this step began."""
         if self._owners and not self._began:
             self._began = True
-            _copy(self._start.views, self.tensors())
+            _copy(self._start.views, self._checked())
 
     def send(self) -> None:
         """Start the exchange, after the step's last gradients and in the same order everywhere."""
@@ -562,9 +562,9 @@ class SharedBuffers:
 
     def _on_step_end(self, committed: bool) -> None:
         if committed and self._sent:
-            _copy(self.tensors(), self._wire.views)
+            _copy(self._checked(), self._wire.views)
         elif not committed and self._began:
-            _copy(self.tensors(), self._start.views)
+            _copy(self._checked(), self._start.views)
         self._began = self._began and not committed  # another attempt begins at the same values
         self._sent = False
         self._in_flight = None
@@ -581,6 +581,19 @@ class SharedBuffers:
     def tensors(self) -> list[Tensor]:
         """The buffers themselves."""
         return [getattr(owner, name) for owner, name in self._owners]
+
+    def _checked(self) -> list[Tensor]:
+        """The same; each has the shape with which it was wrapped: a copy of another would broadcast, or raise."""
+        tensors = self.tensors()
+        for (owner, name), start, now in zip(self._owners, self._start.views, tensors, strict=True):
+            if start.shape != now.shape:
+                raise ValueError(
+                    f"buffer {name!r} of {type(owner).__name__} had shape {tuple(start.shape)} when the "
+                    f"model was wrapped, and has {tuple(now.shape)} now: a buffer that a state dict holds "
+                    "is sent to all members, and a process that comes back loads it, so it must keep its "
+                    "shape. Allocate the largest one that it may have, or register it with persistent=False"
+                )
+        return tensors
 
 
 def _persistent_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str]]:

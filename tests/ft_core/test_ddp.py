@@ -388,6 +388,45 @@ def test_constants_that_are_no_state_are_not_sent() -> None:
     assert sum(manager.sizes) == sum(p.numel() for p in net.parameters())
 
 
+class Grows(nn.Module):
+    """A queue that begins with one row, or none, and gets another with each forward."""
+
+    def __init__(self, rows: int, before: bool) -> None:
+        super().__init__()
+        self.before = before
+        self.net = nn.Linear(2, 1)
+        self.register_buffer("queue", torch.zeros(rows, 2))
+
+    def grow(self, inputs: Tensor) -> None:
+        self.queue = torch.cat([self.queue, inputs])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.before:
+            self.grow(inputs)
+        return self.net(inputs).sum()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_buffer_that_changes_its_shape_is_named(wrapper: Any, rows: int, before: bool) -> None:
+    """Before a forward, or in it. One row would have been copied to each of two, without a word."""
+
+    def step(manager: ThreadManager) -> None:
+        net = Grows(rows, before)
+        model = wrapper(manager, net)
+        manager.start_quorum()
+        if before:
+            net.grow(torch.ones(1, 2))
+        model(torch.ones(1, 2)).backward()
+        manager.should_commit()
+
+    with pytest.raises(
+        ValueError, match="buffer 'queue' of Grows had shape .* Allocate the largest"
+    ):
+        ThreadQuorum(1).run(step)
+
+
 def assert_same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
