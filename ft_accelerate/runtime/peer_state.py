@@ -79,16 +79,33 @@ def target_in(state: dict[str, Any]) -> Target:
     return Target(**place)
 
 
-def restore(accelerators: Accelerators, state: dict[str, Any], *, models: bool) -> None:
+def restore(
+    accelerators: Accelerators, state: dict[str, Any], *, models: bool, arrived: bool = True
+) -> None:
     """Put a dumped state in place; it stays usable for another call.
 
     An accelerator that is not in the state keeps what it has: the peers' one is gone. `models` False:
-    not parameters and moments, which a graph under way may refer to. Raises RuntimeError if the script
-    has prepared other things than its peers' scripts.
+    not parameters and moments, which a graph under way may refer to. `arrived` False: the script is on
+    its way to the state's place, and may add parameter groups to its optimizers before it is there; of
+    those that it lacks nothing is loaded. Raises RuntimeError if the script has prepared other things
+    than its peers' scripts.
     """
     for number, accelerator in accelerators.items():
         if (its := state["accelerators"].get(str(number))) is not None:
+            if arrived:
+                _refuse_other_groups(accelerator, its)
             _restore_one(accelerator, its, models=models)
+
+
+def _refuse_other_groups(accelerator: Any, state: dict[str, Any]) -> None:
+    for optimizer, values in zip(accelerator._optimizers, state["optimizers"], strict=False):
+        mine = len(optimizer.optimizer.param_groups)
+        if values is not None and mine != (theirs := len(values["param_groups"])):
+            raise RuntimeError(
+                f"an optimizer of this process has {mine} parameter groups, that of its peers has "
+                f"{theirs}: let the same values decide everywhere when a group is added, and register "
+                "objects that hold such values with accelerator.register_for_checkpointing"
+            )
 
 
 def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
@@ -111,7 +128,9 @@ def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> No
             load_optimizer(optimizer.optimizer, values)
     else:
         for optimizer, values in zip(accelerator._optimizers, state["optimizers"], strict=True):
-            if values is not None:
+            if values is not None and _lacks_moments(optimizer.optimizer, values):
+                load_optimizer(optimizer.optimizer, values)
+            elif values is not None:
                 _load_rates(optimizer.optimizer, values)
     for scheduler, values in zip(accelerator._schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(copy.deepcopy(values))
@@ -131,15 +150,27 @@ def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> No
 
 def _load_rates(optimizer: Any, values: dict[str, Any]) -> None:
     """The hyperparameters: a scheduler that is not prepared sets them in a replay, too."""
-    for mine, theirs in zip(optimizer.param_groups, values["param_groups"], strict=True):
+    for mine, theirs in zip(optimizer.param_groups, values["param_groups"], strict=False):
         mine.update(copy.deepcopy({k: v for k, v in theirs.items() if k != "params"}))
+
+
+def _lacks_moments(optimizer: Any, values: dict[str, Any]) -> bool:
+    """Whether the script has added a parameter group since the state was first loaded."""
+    return any(
+        number in values["state"] and parameter not in optimizer.state
+        for mine, theirs in zip(optimizer.param_groups, values["param_groups"], strict=False)
+        for parameter, number in zip(mine["params"], theirs["params"], strict=False)
+    )
 
 
 def load_optimizer(optimizer: Any, values: dict[str, Any]) -> None:
     """As `load_state_dict`, but each tensor keeps the type that it has there: torch gives it that of its
-    parameter, and moments in float32 of parameters in bfloat16 would not be the peers'."""
-    optimizer.load_state_dict(values)
-    numbers = [n for group in values["param_groups"] for n in group["params"]]
+    parameter, and moments in float32 of parameters in bfloat16 would not be the peers'. And parameter
+    groups that this optimizer lacks are left out."""
+    groups = values["param_groups"][: len(optimizer.param_groups)]
+    numbers = [n for group in groups for n in group["params"]]
+    state = {n: values["state"][n] for n in numbers if n in values["state"]}
+    optimizer.load_state_dict({**values, "state": state, "param_groups": groups})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=False):
         mine = optimizer.state.get(parameter, {})

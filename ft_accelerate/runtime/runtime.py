@@ -255,7 +255,7 @@ class Runtime:
             assert target is not None
             if self.position.missed > missed:
                 self._tell_back()
-            self._restore(models=target.at == "fetch")
+            self._restore(models=target.at == "fetch", arrived=True)
             self._healed = None
             self._catch_up.live()
             for arrived in self.on_live:
@@ -289,10 +289,10 @@ class Runtime:
         if text := self._catch_up.news(now):
             self._tell(text)
 
-    def _restore(self, *, models: bool) -> None:
+    def _restore(self, *, models: bool, arrived: bool = False) -> None:
         thaw(self.prepared.registered)
-        if self._healed is not None:
-            states.restore(self.prepared.accelerators, self._healed, models=models)
+        if (healed := self._healed) is not None:
+            states.restore(self.prepared.accelerators, healed, models=models, arrived=arrived)
 
     # ------------------------------------------------------------------ gradients
 

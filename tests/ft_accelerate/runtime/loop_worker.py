@@ -52,6 +52,7 @@ OPTIONS: dict[str, Any] = {
     "generator": "",
     "prepare_data": True,
     "losses": [],  # of the evaluations: the best is saved, and after two worse ones the loop ends
+    "grows": 0,  # the epoch in which the optimizer gets the first layer, as a group of its own; 0: it has it
     "in_variables": False,  # these are kept in the script's own variables, and the loop never ends early
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
     "local_steps": 5,
@@ -236,7 +237,9 @@ def run(options: dict[str, Any]) -> None:
     if options["first_seed_only"] and accelerator.process_index:
         torch.manual_seed(accelerator.process_index)
     model = Net(options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    later = [*model.net[0].parameters()] if options["grows"] else []
+    trained = [p for p in model.parameters() if all(p is not each for each in later)]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
     total = len(train) * options["epochs"]
     ticks = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total))
     model, optimizer, test, scheduler = accelerator.prepare(model, optimizer, test, ticks)
@@ -268,6 +271,11 @@ def run(options: dict[str, Any]) -> None:
         epochs = ft_accelerate.epochs(options["epochs"])
         batches = epochs.batches
     for epoch in epochs:
+        if later and epoch >= options["grows"]:
+            optimizer.add_param_group({"params": later, "lr": 0.01, "initial_lr": 0.01})
+            ticks.base_lrs.append(0.01)
+            ticks.lr_lambdas.append(ticks.lr_lambdas[0])
+            later = []
         model.train()
         with local as inner:
             for index, (x, y) in batches(train):

@@ -194,6 +194,25 @@ def test_early_stopping_and_the_best_metric_outlive_the_death_of_each_process(
     assert torch.load(tmp_path / "best.pt") == {"loss": 0.2, "epoch": 5}
 
 
+@pytest.mark.parametrize(
+    "holds", [["step-40", "step-58"], ["eval-1", "eval-2"]], ids=["step", "eval"]
+)
+@pytest.mark.parametrize("told", [False, True], ids=["range", "epochs"])
+def test_a_parameter_group_that_was_added_in_the_past_is_its_peers_group(
+    tmp_path: Path, lighthouse: str, holds: list[str], told: bool
+) -> None:
+    """A layer is trained from the second epoch on. A process that comes back begins with one group."""
+    options = {"grows": 1, "epochs": 4, "step_delay_s": 0.01, "told": told}
+    with running(tmp_path, lighthouse, holds=holds, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold=holds[0], of=0)
+        zero = run.killed_and_back(zero, 0, hold=holds[1], of=1)
+        run.wait(zero, one)
+    for key in ("digest", "step", "ticks", "lr"):
+        assert run.end(0)[key] == run.end(1)[key], key
+    assert compare(run.lines(0), run.lines(1)) > STEPS
+
+
 def test_what_a_script_keeps_in_variables_lacks_its_past_and_each_main_process_says_so_once(
     tmp_path: Path, lighthouse: str
 ) -> None:

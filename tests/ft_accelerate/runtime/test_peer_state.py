@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -35,6 +36,44 @@ def test_moments_keep_their_type_and_have_one_order() -> None:
     for one, other in zip(theirs, mine, strict=True):
         assert one.dtype == other.dtype == torch.float32
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("models", [True, False])
+def test_a_group_that_the_script_adds_on_its_way_has_its_peers_moments_there(models: bool) -> None:
+    """Whether the place is where a window begins, or within one, in which moments stay."""
+
+    def made() -> Any:
+        net = nn.Linear(2, 2)
+        return SimpleNamespace(
+            _models=[net],
+            _optimizers=[SimpleNamespace(optimizer=torch.optim.AdamW([net.weight], lr=0.1))],
+            _schedulers=[],
+            _custom_objects=[],
+            _dataloaders=[],
+            scaler=None,
+            project_configuration=SimpleNamespace(iteration=0),
+        )
+
+    def add(accelerator: Any) -> None:
+        (model,), (optimizer,) = accelerator._models, accelerator._optimizers
+        optimizer.optimizer.add_param_group({"params": [model.bias], "lr": 0.2})
+
+    peer, mine = made(), made()
+    add(peer)
+    peer._models[0](torch.ones(1, 2)).sum().backward()
+    peer._optimizers[0].optimizer.step()
+    peer._optimizers[0].optimizer.param_groups[1]["lr"] = 0.3
+    state = dump({0: peer}, None)
+    restore({0: mine}, state, models=True, arrived=False)
+    with pytest.raises(RuntimeError, match="has 1 parameter groups, that of its peers has 2"):
+        restore({0: mine}, state, models=models)
+    add(mine)
+    restore({0: mine}, state, models=models)
+    optimizers = [each._optimizers[0].optimizer for each in (peer, mine)]
+    assert [group["lr"] for group in optimizers[1].param_groups] == [0.1, 0.3]
+    theirs, its = (moments([optimizer]) for optimizer in optimizers)
+    assert len(its) == 6
+    assert all(torch.equal(one, other) for one, other in zip(theirs, its, strict=True))
 
 
 def test_rates_that_a_replay_has_set_are_the_peers_again() -> None:
