@@ -343,6 +343,8 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
         )
     if runtime.reducer.busy:
         runtime.reducer.check_complete()
+    if runtime.num_processes > 1:
+        runtime.prepared.refuse_unfrozen(self.optimizer)
     # What it raises, which the script may catch, costs this process its state: that may be half updated.
     with nullcontext() if runtime.manager is None else updating(runtime.manager):
         original(self, closure)

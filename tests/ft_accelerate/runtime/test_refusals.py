@@ -86,6 +86,28 @@ def test_communication_hooks_are_refused() -> None:
         accelerator(kwargs_handlers=[kwargs])
 
 
+def test_what_is_unfrozen_and_would_not_be_averaged_is_refused() -> None:
+    """Frozen when the model is prepared. One that no optimizer trains may get gradients, and so may one that was
+    frozen later."""
+    mine = accelerator()
+    net = torch.nn.Linear(2, 1)
+    net.bias.requires_grad_(False)
+    model, optimizer = mine.prepare(net, torch.optim.SGD([net.weight], lr=1.0))
+    for parameter in net.parameters():
+        parameter.requires_grad_(True)
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.add_param_group({"params": [net.bias]})
+    with model.no_sync():  # as LocalSGD
+        optimizer.step()
+    with pytest.raises(
+        ValueError, match=r"^bias: frozen when the model was prepared, and trained now"
+    ):
+        optimizer.step()
+    net.bias.grad = None
+    optimizer.step()
+
+
 def test_reading_for_all_in_one_process_is_refused() -> None:
     mine = accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     with pytest.raises(ValueError, match="dispatch_batches=True has one process read for all"):
