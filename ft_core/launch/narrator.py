@@ -7,11 +7,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ft_core.launch.supervisor import age_s, say
-from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, KEPT, QUORUM, REVOKED, VISIT, Event
-from lighthouse.wire.messages import FINISHED, name_of
+from ft_core.replica.events import EXPELLED
+from ft_core.telemetry import (
+    COMMIT,
+    DISCARD,
+    HEAL_DONE,
+    KEPT,
+    QUORUM,
+    REVOKED,
+    VISIT,
+    WAITING,
+    Event,
+)
+from lighthouse.wire.messages import FINISHED, NOT_KNOWN, name_of
 
 TOLD_DISCARDS = (3, 10, 30, 100, 300, 1000)
 """This many discards in a row are worth a line."""
+
+LOST = "it had lost its connection to the lighthouse, or that was started again"
 
 
 class Narrator:
@@ -21,7 +34,7 @@ class Narrator:
     |---|---|
     | how many replica groups train, and at which lighthouse | the first member |
     | a group is gone: it died, left, or was evicted | the first member; not of deaths that the supervisor of all groups tells |
-    | a group is back | that group |
+    | a group is back; if its process did not die, why the others had gone on without it | that group |
     | a step is discarded again and again | the first member |
 
     Args:
@@ -54,19 +67,26 @@ class Narrator:
         self._members: set[str] = set()
         self._kept: int | None = None
         self._why, self._healed, self._first, self._discards = "", False, False, 0
+        self._out = ""  # why the others have gone on without this group
         self._there_at = time.monotonic() - age_s()
 
     def __call__(self, event: Event) -> None:
         if event.kind == COMMIT:
             if self._healed and self._returns and (place := self._place()):
                 away_s = time.monotonic() - self._there_at
-                self._say(f"group {self._name} is back at {place} after {away_s:.1f} s")
-            self._healed, self._discards = False, 0
+                why = self._out and f" ({self._out})"
+                self._say(f"group {self._name} is back at {place} after {away_s:.1f} s{why}")
+            self._healed, self._discards, self._out = False, 0, ""
             self._there_at = time.monotonic()
         elif event.kind == HEAL_DONE:
             self._healed = True
         elif event.kind == VISIT:
             self._healed = False
+        elif event.kind == WAITING:
+            reason = event.data["reason"]
+            if self._members and reason.startswith(EXPELLED):
+                lost = reason.endswith(NOT_KNOWN)
+                self._out = LOST if lost else reason.removeprefix(EXPELLED)
         elif event.kind == KEPT:
             self._kept = event.data["step"]
         elif event.kind == REVOKED:

@@ -247,6 +247,8 @@ class FetchState:
     sources: tuple[Member, ...]
 
 
+EXPELLED = "expelled: "
+"""At the start of a remark's text: the others have gone on without this rank."""
 DISCARDS_STATE = "this replica group discards its state, and heals"
 """In the text of a remark: the state is not that of the peers."""
 

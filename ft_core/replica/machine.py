@@ -535,7 +535,7 @@ class Replica:
         in_doubt, self.reason = self.attempt is Attempt.VOTED, message.reason
         hangs = message.hung and not in_doubt and (not self._loop_waits or self._pardoned)
         self._pardoned = self._pardoned or message.hung
-        effects: list[Effect] = [Remark(f"expelled: {message.reason}", hangs)]
+        effects: list[Effect] = [Remark(events.EXPELLED + message.reason, hangs)]
         if view is not None and self.stage is Stage.MEMBER:
             effects.append(Abort(view.quorum_id, message.reason))
         self.stage, self.outside, self._revoked = Stage.OUT, True, True

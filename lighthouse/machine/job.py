@@ -61,6 +61,7 @@ from lighthouse.wire.messages import (
     FINISHED,
     MAX_EPOCH,
     NO_QUORUM,
+    NOT_KNOWN,
     TERM_BITS,
     TORN,
     DeathNotice,
@@ -395,8 +396,7 @@ class JobState:
         """A vote on a decided step: its answer was lost, so repeat it."""
         decision = self._history.decision(vote)
         if decision is None or member is None:
-            why = "this quorum is not known here"
-            self._expel_unknown(peer, vote.replica_id, vote.quorum_id, why)
+            self._expel_unknown(peer, vote.replica_id, vote.quorum_id, NOT_KNOWN)
             return
         self._reached(member, peer)
         if not vote.ok:  # per-group commit: others may have committed, this one has not
@@ -415,7 +415,7 @@ class JobState:
             if replica_id in self._offered:
                 self._repeat_offer(replica_id)
             elif replica_id not in self._conflicts:
-                self._expel_unknown(peer, replica_id, heartbeat.quorum_id, "not known here")
+                self._expel_unknown(peer, replica_id, heartbeat.quorum_id, NOT_KNOWN)
             return
         self._reached(member, peer)
         if live is None or replica_id not in live.living:

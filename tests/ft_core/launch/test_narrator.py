@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ft_core.launch.narrator import Narrator
-from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, VISIT, Event
+from ft_core.launch.narrator import LOST, Narrator
+from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, VISIT, WAITING, Event
 
 
 class Told:
@@ -80,6 +80,26 @@ def test_one_that_has_healed_says_so(capsys: pytest.CaptureFixture[str]) -> None
     told = Told(capsys, returns=False)  # where the framework's integration knows better when it is
     told(HEAL_DONE, step=9, bytes=1, seconds=0.1, sources=())
     assert told.commit() == []
+
+
+def test_one_that_the_others_went_on_without_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(capsys)
+    told(
+        WAITING, reason="expelled: not known here"
+    )  # a lighthouse that was started before this process
+    for reason, why in (
+        ("not known here", f" s ({LOST})"),
+        ("evicted: kept the others waiting", " s (evicted: kept the others waiting)"),
+        ("", " s"),
+    ):
+        told.quorum("0:a", "1:a")
+        told.commit()
+        if reason:
+            assert told(WAITING, reason=f"expelled: {reason}") == []
+        assert told(WAITING, reason="waiting for the step in progress to end") == []
+        told(HEAL_DONE, step=9, bytes=1, seconds=0.1, sources=())
+        (line,) = told.commit()
+        assert line.endswith(why), line
 
 
 def test_discards_that_repeat_are_told_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
