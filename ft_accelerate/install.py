@@ -136,10 +136,14 @@ class _Model(metaclass=_ModelMeta):
 
 @around
 def _init_state(original: Any, self: Any, cpu: bool = False, **kwargs: Any) -> None:
-    if processes.activate() is not None:
+    runtime = processes.activate()
+    if runtime is not None:
         as_one_process()
         cpu = cpu or not torch.cuda.is_available()
     original(self, cpu, **kwargs)
+    if runtime is not None and self.device.type == "cpu":
+        # Where a group sees its own GPUs alone, it is the number of one of these, as scripts take it to be.
+        self.local_process_index = runtime.local_process_index
     group_shards.mark(self)
 
 

@@ -153,6 +153,12 @@ class Runtime:
         return self.leader
 
     @property
+    def local_process_index(self) -> int:
+        """This process's number among those of its machine, as its launcher has started them."""
+        place = self.group_ranks.place
+        return self._supervision.child * place.group_world_size + place.local_rank
+
+    @property
     def participants(self) -> int:
         """Processes that contribute to the current (or last) step; 0 before the first."""
         if self.manager is None or not self._joined:

@@ -434,8 +434,12 @@ def test_autoload_breaks_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TELL = """
 import json, os, sys
+
+import accelerate
+
 mine = {k: v for k, v in os.environ.items() if k.startswith("ACCELERATE_FAULT_TOLERANCE_")}
-os.write(1, (json.dumps([mine, sys.argv[1:]]) + chr(10)).encode())
+index = accelerate.PartialState().local_process_index
+os.write(1, (json.dumps([mine, sys.argv[1:], index]) + chr(10)).encode())
 """
 
 
@@ -450,9 +454,10 @@ def test_plain_accelerate_launch_starts_the_groups(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert sorted(t["ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID"] for t, _ in told) == ["0", "1"]
-    assert {t["ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS"] for t, _ in told} == {"2"}
-    assert all(argv == ["--lr", "1"] for _, argv in told)
+    numbers = {t["ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID"]: index for t, _, index in told}
+    assert numbers == {"0": 0, "1": 1}, "local_process_index is as under plain Accelerate"
+    assert {t["ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS"] for t, _, _ in told} == {"2"}
+    assert all(argv == ["--lr", "1"] for _, argv, _ in told)
     assert "starting replica groups 0 to 1 of 2" in done.stderr
 
 
