@@ -19,7 +19,7 @@ from ft_core.telemetry import (
     WAITING,
     Event,
 )
-from lighthouse.wire.messages import FINISHED, NOT_KNOWN, name_of
+from lighthouse.wire.messages import FINISHED, NOT_HELD, NOT_KNOWN, name_of
 
 TOLD_DISCARDS = (3, 10, 30, 100, 300, 1000)
 """This many discards in a row are worth a line."""
@@ -35,6 +35,7 @@ class Narrator:
     | how many replica groups train, and at which lighthouse | the first member |
     | a group is gone: it died, left, or was evicted | the first member; not of deaths that the supervisor of all groups tells |
     | a group is back; if its process did not die, why the others had gone on without it | that group |
+    | steps are lost with all that held them | the first member |
     | a step is discarded again and again | the first member |
 
     Args:
@@ -109,6 +110,9 @@ class Narrator:
         count = f"{len(self._members)} of {self._groups} replica groups"
         if not before and self._start:
             self._say(f"training with {count}; the lighthouse is {self._lighthouse}")
+        for part in quorum["reason"].split("; "):
+            if part.endswith(NOT_HELD):
+                self._say(f"{part}; the job goes on at step {quorum['step']:,}")
         if not before and self._kept is not None:
             place = self._place() or f"commit {self._kept:,}"
             self._say(f"all had ended; the job goes on from the kept state of {place}")

@@ -646,7 +646,7 @@ class JobState:
         """The quorum of `choice`, whose state `best` holds, is live."""
         self._formed += 1
         quorum_id = (self.term.epoch << TERM_BITS) + self._formed
-        reason += self._history.note_of_others(self._members.by_id[r] for r in choice.members)
+        reason += self._history.notes(choice, self._members)
         members, names, foreign = [], {}, foreign_states(choice, self._members, self._history.head)
         for replica_id in choice.members:
             member = self._members.by_id[replica_id]

@@ -11,7 +11,7 @@ join (`takeover`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from lighthouse.machine import fence
@@ -20,6 +20,7 @@ from lighthouse.machine.rules import Choice, Position, founders
 from lighthouse.wire.messages import (
     NO_QUORUM,
     NO_TERM,
+    NOT_HELD,
     OTHERS_FINISHED,
     TORN,
     DeathNotice,
@@ -355,10 +356,12 @@ class History:
                 member.too_late = member.position.step < head.step
         self.finished = True
 
-    def note_of_others(self, chosen: Iterable[MemberState]) -> str:
-        """What is added to the reason of a quorum of these members, which is about to start."""
-        self.finished &= any(member.was_member for member in chosen)
-        return f"; {OTHERS_FINISHED}" if self.finished else ""
+    def notes(self, choice: Choice, members: Members) -> str:
+        """What is added to the reason of this quorum, which is about to start."""
+        newest = 0 if self.head is None or self.finished else self.head.step
+        lost = f"; step {newest} {NOT_HELD}" if choice.position.step < newest else ""
+        self.finished &= any(members.by_id[r].was_member for r in choice.members)
+        return f"; {OTHERS_FINISHED}" if self.finished else lost
 
     def decided(self, decision: Decision, live: Ballot) -> Position:
         """Record the decision on the step of `live`; returns the new head."""

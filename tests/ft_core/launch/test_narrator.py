@@ -8,6 +8,7 @@ import pytest
 
 from ft_core.launch.narrator import LOST, Narrator
 from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, VISIT, WAITING, Event
+from lighthouse.wire.messages import NOT_HELD
 
 
 class Told:
@@ -31,8 +32,16 @@ class Told:
         self.sink(Event(kind, data))
         return self._capsys.readouterr().err.splitlines()
 
-    def quorum(self, *members: str, rank: int = 0, healing: tuple[str, ...] = ()) -> list[str]:
-        return self(QUORUM, members=members, replica_rank=rank, healing=healing, quorum_id=1)
+    def quorum(
+        self,
+        *members: str,
+        rank: int = 0,
+        healing: tuple[str, ...] = (),
+        reason: str = "",
+        step: int = 0,
+    ) -> list[str]:
+        data = {"members": members, "replica_rank": rank, "healing": healing, "reason": reason}
+        return self(QUORUM, quorum_id=1, step=step, **data)
 
     def commit(self) -> list[str]:
         self.step += 1
@@ -51,6 +60,14 @@ def test_the_first_member_tells_of_the_others(capsys: pytest.CaptureFixture[str]
     told(REVOKED, quorum_id=3, reason="2: left: finished")
     assert told.quorum("0:a", "1:b") == []
     assert told.quorum("0:a", "1:b", rank=1) == told.quorum("0:a", rank=1) == []
+
+
+def test_steps_that_are_lost_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = f"2 replica groups at step 50; step 54 {NOT_HELD}"
+    for rank in (0, 1):
+        lines = Told(capsys).quorum("0:b", "1:b", rank=rank, reason=reason, step=50)
+        said = f"ft_lightning: step 54 {NOT_HELD}; the job goes on at step 50"
+        assert lines[1:] == [said] * (rank == 0)
 
 
 def test_deaths_that_a_supervisor_tells_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
