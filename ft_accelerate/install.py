@@ -321,7 +321,10 @@ def _clip_grad_norm(
 ) -> Any:
     if _has_no_gradients(self, runtime):
         return torch.zeros((), device=self.device)
-    return original(self, parameters, *args, **kwargs)
+    norm = original(self, parameters, *args, **kwargs)
+    # A DTensor is a part of a norm, in each rank another one.
+    counts = runtime.position.measured(norm if type(norm) is torch.Tensor else None)
+    return norm if counts is None else counts.to(norm.device)
 
 
 @while_active

@@ -114,6 +114,7 @@ class Target:
         begun: see `ScriptPosition.begun`.
         batches: see `ScriptPosition.batches`.
         epochs: those that the script has told of, back to that of the window, as `Epoch`'s fields.
+        norms: of the window's gradients, as the script has asked for them.
     """
 
     window: Place | None
@@ -128,6 +129,7 @@ class Target:
     begun: int = 0
     batches: int = 0
     epochs: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    norms: tuple[Any, ...] = ()
 
     @property
     def reachable(self) -> bool:
@@ -152,6 +154,7 @@ class ScriptPosition:
     stepped: bool = True
     ops: list[Any] = field(default_factory=list)
     grads: int = 0
+    norms: list[Any] = field(default_factory=list)
     target: Target | None = None
     pending: bool = False
     begun: int = 0
@@ -166,9 +169,9 @@ class ScriptPosition:
     """The pass whose loop `Elsewhere` leaves, and may enter in its middle; None: none."""
     _left_at: int = 0
     _logged_bytes: int = 0
-    _unstepped: tuple[Place, int, int] | None = None
+    _unstepped: tuple[Place, int, int, int] | None = None
     """Where the window would have begun if an optimizer had stepped on the gradients that are averaged,
-    and the operations and gradient steps of the window until there."""
+    and the operations, gradient steps and norms of the window until there."""
 
     # ------------------------------------------------------------------ loaders
 
@@ -202,11 +205,11 @@ class ScriptPosition:
         if self.stepped:
             self._begin_window(place)
         elif self.pending and self._unstepped is None:
-            self._unstepped = place, len(self.ops), self.grads
+            self._unstepped = place, len(self.ops), self.grads, len(self.norms)
 
     def _begin_window(self, window: Place) -> None:
         self.window, self._unstepped = window, None
-        self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
+        self.ops, self.grads, self.norms, self.stepped, self._logged_bytes = [], 0, [], False, 0
 
     # ------------------------------------------------------------------ events
 
@@ -223,6 +226,16 @@ class ScriptPosition:
         self.agreed += 1
         self.grads += 1
         self.pending = True
+
+    def measured(self, norm: Any) -> Any:
+        """The script asks for the norm of its gradients. Returns that of the peers, where they have asked for it
+        here: of a step that they have done, this process has gradients of its own data only."""
+        if self.window is None or self.phase is Phase.FAST_FORWARD:
+            return norm
+        if self.target is not None and len(self.norms) < len(self.target.norms):
+            norm = self.target.norms[len(self.norms)]
+        self.norms.append(norm)
+        return norm
 
     def step_taken(self) -> None:
         """An optimizer has stepped, or would have."""
@@ -252,6 +265,7 @@ class ScriptPosition:
             self.begun,
             self.batches,
             tuple((e.number, e.first_pass, e.counts) for e in self.epochs),
+            tuple(self.norms),
         )
 
     # ------------------------------------------------------------------ coming back
@@ -264,8 +278,9 @@ class ScriptPosition:
         self.lengths = {**target.lengths, **self.lengths}
         self.generator_states = {seq: state for seq, _, state in target.active}
         if self._unstepped is not None and self._unstepped[0] == target.window:
-            self.window, ops, grads = self._unstepped
+            self.window, ops, grads, norms = self._unstepped
             self.ops, self.grads, self._unstepped = self.ops[ops:], self.grads - grads, None
+            self.norms = self.norms[norms:]
         same = target.window == self.window
         self.phase = Phase.REPLAY if same else Phase.FAST_FORWARD
 

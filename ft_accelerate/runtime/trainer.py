@@ -41,7 +41,6 @@ starts anew.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import logging
@@ -60,11 +59,11 @@ from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoints import FOLDER, publish
 from ft_accelerate.runtime.divided_data import skips_by_index
-from ft_accelerate.runtime.models import FollowsTheScript
 from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
-from ft_accelerate.runtime.script_position import Elsewhere, ScriptPosition
+from ft_accelerate.runtime.script_position import Elsewhere, Phase, ScriptPosition
 from ft_accelerate.runtime.succession import owed_hooks
+from ft_accelerate.runtime.trainer_state import share, shared_by
 from ft_accelerate.seams import Seam
 from ft_core.environment import SHARED_JOB
 from ft_core.launch.import_hook import when_imported
@@ -129,7 +128,7 @@ def _train(
             self.args.output_dir, resume_from_checkpoint or None, runtime, goes_on=goes_on
         )
     runtime.position.begun += 1
-    shared = _shared[self] = SharedTrainerState(self)
+    shared = share(self)
     self.accelerator.register_for_checkpointing(shared)
     runtime.on_live.append(shared.arrive)
     runtime.leadership.heals_variables = True
@@ -158,7 +157,7 @@ def _init_arguments(original: Any, self: Any) -> None:
 def _determine_best_metric(
     runtime: Runtime, original: Any, self: Any, metrics: Any, trial: Any
 ) -> Any:
-    shared = _shared.get(self)
+    shared = shared_by(self)
     if shared is not None and _know_the_best(self, runtime):
         return _best_step(self) == self.state.global_step
     found = original(self, metrics, trial)
@@ -170,7 +169,7 @@ def _determine_best_metric(
 def _know_the_best(trainer: Any, runtime: Runtime) -> bool:
     """A process that fast-forwards has no metrics. Whether a step was the best so far, and so was
     saved with a barrier, it knows from its peers' state. False: this process decides by its metrics."""
-    shared = _shared.get(trainer)
+    shared = shared_by(trainer)
     if runtime.live or shared is None or not shared.peers_state:
         return False
     trainer.state.best_global_step = json.loads(shared.peers_state["state"])["best_global_step"]
@@ -179,7 +178,7 @@ def _know_the_best(trainer: Any, runtime: Runtime) -> bool:
 
 def _best_step(trainer: Any) -> int | None:
     """Whose evaluation was the best so far, as this process has found, or its peers have."""
-    shared = _shared.get(trainer)
+    shared = shared_by(trainer)
     if shared is None:
         return None
     best: int | None = shared.peers_state.get("best_step", shared.best_step)
@@ -197,10 +196,34 @@ def _call_event(
     control: Any,
     **kwargs: Any,
 ) -> Any:
-    if (event in RESULTS and not runtime.live) or self in _passing:
+    shared, phase = shared_by(self), runtime.position.phase
+    if event in RESULTS and not runtime.live:
+        if shared is not None and phase is Phase.REPLAY:
+            shared.stop_as_peers(control)
         return control
+    if self in _passing:
+        return control
+    if event == "on_step_begin" and shared is not None and phase is not Phase.FAST_FORWARD:
+        shared.begin_step()
     state.is_world_process_zero = state.is_local_process_zero = runtime.leader
     return owed_hooks(self).call(runtime, original, self, event, args, state, control, **kwargs)
+
+
+def _adds_to(total: str) -> Callable[[Any], Any]:
+    """A replacement for what adds the result of an operation to a total of Trainer's state."""
+
+    @while_active
+    def add(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        mine, shared = getattr(self.state, total), shared_by(self)
+        if shared is not None:
+            shared.arrived_with = {}
+        original(self, *args, **kwargs)
+        if shared is not None and shared.arrived_with:
+            # It has read its own total, and then arrived in the operation.
+            theirs = shared.arrived_with[total]
+            setattr(self.state, total, getattr(self.state, total) - mine + theirs)
+
+    return add
 
 
 @while_active
@@ -405,97 +428,6 @@ def _published_by_any(runtime: Runtime, published: bool) -> bool:
     return any(said is True for said in answers)
 
 
-# ------------------------------------------------------------------ the state
-
-
-class SharedTrainerState(FollowsTheScript):
-    """A Trainer's state besides Accelerate's objects, as plain data. The loop's thread only.
-
-    A peer's state is kept until this process has arrived at the peer's position, and loaded then: in
-    between, Trainer counts the steps that it fast-forwards through.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer: weakref.ref[Any] = weakref.ref(trainer)
-        self.peers_state: dict[str, Any] = {}
-        """Until this process has arrived at their position; then empty."""
-        self.best_step: int | None = None
-        """Whose evaluation was the best so far. Trainer's own knows it not always: with transformers 4.57 not
-        under `save_strategy="best"`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data; empty once the Trainer is gone."""
-        trainer = self._trainer()
-        if trainer is None:  # it was collected, its accelerator was not
-            return {}
-        scheduler = trainer.lr_scheduler
-        return {
-            "state": json.dumps(dataclasses.asdict(trainer.state)),
-            "callbacks": json.dumps([[type(c).__name__, c.state()] for c in _exportable(trainer)]),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "rates": _rates(trainer),
-            "loss": float(getattr(trainer, "_tr_loss", 0.0)),
-            "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
-            "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
-            "best_step": self.best_step,
-            "flos": trainer.current_flos,  # an int at 0, which travels as a different tensor from 0.0
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep a peer's state until this process has arrived at its position."""
-        self.peers_state = state
-
-    def is_past(self, state: dict[str, Any], *, told: bool) -> bool:
-        """Epochs are counted anew from the checkpoint with which it begins: one about which
-        nothing is told can't be found."""
-        trainer = self._trainer()
-        step = 0 if trainer is None else int(trainer.state.global_step)
-        return step > json.loads(state["state"])["global_step"] if told else step > 0
-
-    def arrive(self) -> None:
-        """This process has arrived at its peer's position: load the peer's state."""
-        trainer, found, self.peers_state = self._trainer(), self.peers_state, {}
-        if trainer is None or not found:
-            return
-        mine = trainer.state
-        self.best_step = found.get("best_step")  # none in what an older version has kept
-        for name, value in json.loads(found["state"]).items():
-            if not name.startswith("is_"):  # whether this process is the first, and such
-                setattr(mine, name, value)
-        states = json.loads(found["callbacks"])
-        for callback in _exportable(trainer):
-            for place, (name, state) in enumerate(states):
-                if name == type(callback).__name__:
-                    vars(callback).update(state["attributes"])
-                    del states[place]
-                    break
-        if trainer.lr_scheduler is not None and found["scheduler"] is not None:
-            trainer.lr_scheduler.load_state_dict(found["scheduler"])
-        for group, rate in zip(trainer.optimizer.param_groups, found["rates"], strict=False):
-            group["lr"] = rate
-        if hasattr(trainer, "_tr_loss"):  # a variable of the loop's before transformers 5
-            trainer._tr_loss.fill_(found["loss"])
-        trainer._total_loss_scalar = found["total_loss"]
-        trainer._globalstep_last_logged = found["last_logged"]
-        trainer.current_flos = found["flos"]
-
-
-_shared: weakref.WeakKeyDictionary[Any, SharedTrainerState] = weakref.WeakKeyDictionary()
-
-
-def _exportable(trainer: Any) -> list[Any]:
-    from transformers.trainer_callback import ExportableState
-
-    all_ = [*trainer.callback_handler.callbacks, trainer.control]
-    return [callback for callback in all_ if isinstance(callback, ExportableState)]
-
-
-def _rates(trainer: Any) -> list[float]:
-    if trainer.optimizer is None:
-        return []
-    return [float(group["lr"]) for group in trainer.optimizer.param_groups]
-
-
 SEAMS = seams.table(
     {
         "transformers.trainer": (
@@ -509,6 +441,7 @@ SEAMS = seams.table(
                 (f"Trainer.{name}", ("self",), saves)
                 for name in ("save_state", "save_metrics", "create_model_card", "push_to_hub")
             ),
+            ("Trainer.store_flos", ("self",), _adds_to("total_flos")),
             ("Trainer._save_rng_state", ("self", "output_dir"), unless_catching_up),
             ("Trainer._save_checkpoint", ("self", "trial"), _checkpoint),
             ("Trainer._get_output_dir", ("self", "trial")),
@@ -563,9 +496,10 @@ _passing: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _watch_entry() -> None:
-    """Put `ENTRY_SEAMS` in place, where this version of transformers runs an epoch in a method of its own."""
-    if not any(seam.moved() for seam in ENTRY_SEAMS):
-        seams.put(ENTRY_SEAMS, "another transformers")
+    """Put in place what versions of transformers have that do each of these in a method of its own."""
+    for names in (ENTRY_SEAMS, TOKEN_SEAMS):
+        if not any(seam.moved() for seam in names):
+            seams.put(names, "another transformers")
 
 
 @while_active
@@ -642,6 +576,15 @@ ENTRY_SEAMS = (
         _run_epoch,
     ),
     Seam("transformers.trainer", "Trainer._prepare_inputs", ("self",)),
+)
+
+TOKEN_SEAMS = (
+    Seam(
+        "transformers.trainer",
+        "Trainer._track_num_input_tokens",
+        ("self", "inputs"),
+        _adds_to("num_input_tokens_seen"),
+    ),
 )
 
 MODELS = {

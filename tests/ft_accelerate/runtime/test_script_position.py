@@ -194,6 +194,22 @@ def test_large_results_are_not_kept() -> None:
     assert position.ops == ["small", None]
 
 
+def test_norms_of_gradients_are_the_peers_as_far_as_they_have_asked_for_them() -> None:
+    there, here = ScriptPosition(), ScriptPosition()
+    iteration = there.begin(None)
+    there.open_window(iteration)
+    there.graded()
+    assert there.measured(1.5) == 1.5
+    there.step_taken()
+    here.relocate(there.describe("op"))
+    assert here.measured(0.0) == 0.0  # fast-forward: of no step at all
+    assert here.arrive(here.begin(None))
+    assert [here.measured(2.5), here.measured(3.5)] == [1.5, 3.5]
+    iteration.yielded = 1
+    there.open_window(iteration)
+    assert there.describe("fetch").norms == ()
+
+
 def test_places_without_the_peers_gradients() -> None:
     assert peers(at="grad").reachable
     assert peers(at="grad", grads=1).reachable  # a GAN's second update: the first has stepped

@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 TRAINER = HERE / "trainer_script.py"
 SFT = HERE / "sft_script.py"
 CONFIG = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
-OURS_ALONE = ("training_loss", "logs", "world", "torn")
+OURS_ALONE = ("training_loss", "logs", "world", "torn", "seen")
 """Of a report: what differs between the processes of plain DDP, too, or knows of the faults."""
 
 BEST = ("--patience", "1000")
@@ -228,6 +228,59 @@ def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
     )
     same(*found)
     assert found[0]["global_step"] == found[0]["ticks"] == 400
+
+
+@pytest.mark.parametrize(
+    ("hold", "more"),
+    [
+        pytest.param("on_step_begin:59", (), id="before_the_mean_of_losses"),
+        pytest.param("on_step_end:60", (), id="before_the_sum_of_operations"),
+        pytest.param("on_step_end:59", ("--tokens",), id="before_the_sum_of_tokens"),
+    ],
+)
+def test_one_that_comes_back_between_a_step_and_its_row_has_its_peers_row(
+    hold: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Norm, rate, tokens: what Trainer has read before the operation at which that process arrives. Its history
+    may be written to the trackers and to trainer_state.json, if the others die."""
+    found, said = protected(
+        TRAINER,
+        tmp_path / "ft",
+        "--max_steps",
+        "65",
+        "--epochs",
+        "5",
+        *more,
+        kills="0:0:on_step_end:30",
+        min_replicas=1,
+        hold=tmp_path,
+        TRAINER_HOLD_AT=hold,
+    )
+    assert "replica group 0 is back" in said
+    same(*found)
+    back, other = ([row for row in report["logs"] if "train_loss" not in row] for report in found)
+    assert back == other
+    assert found[0]["seen"] == found[1]["seen"]
+
+
+def test_one_that_comes_back_to_the_evaluation_that_ends_the_training_ends_with_its_peers(
+    tmp_path: Path,
+) -> None:
+    """Callbacks have decided by its metrics, which that process does not tell to its own: they are of the past."""
+    found, _ = protected(
+        TRAINER,
+        tmp_path / "ft",
+        *BEST,
+        "--stop_at",
+        "26",
+        kills="0:0:on_step_end:5",
+        min_replicas=1,
+        hold=tmp_path,
+        TRAINER_HOLD_AT="on_evaluate:26",
+    )
+    same(*found)
+    assert found[0]["global_step"] == 26
+    assert found[0]["best_checkpoint"] == "checkpoint-26"
 
 
 def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:

@@ -119,14 +119,16 @@ class Watch(TrainerCallback):
 
 
 class Hold(TrainerCallback):
-    """TRAINER_HOLD names a folder: group 1 waits after 60 steps until group 0, in its second life, asks
-    for a quorum; that life begins when group 1 waits."""
+    """TRAINER_HOLD names a folder: group 1 waits after 60 steps (or at TRAINER_HOLD_AT, "event:step") until
+    group 0, in its second life, asks for a quorum; that life begins when group 1 waits."""
 
     def __init__(self) -> None:
         folder = os.environ.get("TRAINER_HOLD", "")
         group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
         life = os.environ.get("FT_RESTARTS", "")
         self.holds = bool(folder) and group == "1"
+        self.event, _, step = os.environ.get("TRAINER_HOLD_AT", "on_step_end:60").partition(":")
+        self.step = int(step)
         self.events = Path(os.environ.get("FT_EVENT_LOG", ""))
         self.held, self.asked = Path(folder) / "held", Path(folder) / "asked"
         if folder and (group, life) == ("0", "1"):
@@ -139,8 +141,13 @@ class Hold(TrainerCallback):
         lines = self.events.read_text().splitlines()
         return sum('"name": "0"' in x and ('"waiting"' in x or '"quorum"' in x) for x in lines)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.holds and state.global_step == 60:
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") and name == object.__getattribute__(self, "event"):
+            return self.hold
+        return object.__getattribute__(self, name)
+
+    def hold(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.holds and state.global_step == self.step:
             self.held.touch()
             await_(self.asked.exists)
             asked = int(self.asked.read_text())
@@ -166,6 +173,17 @@ class Tracker(TrainerCallback):
             self.run.write(f"{state.global_step}\n")
 
 
+class Stop(TrainerCallback):
+    """Ends the training with the evaluation after `step` steps, as early stopping does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
 def await_(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.02)
@@ -184,6 +202,8 @@ def main() -> None:
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--grouped", action="store_true")
     parser.add_argument("--save_model", action="store_true")
+    parser.add_argument("--tokens", action="store_true")
+    parser.add_argument("--stop_at", type=int, default=-1)
     options = parser.parse_args()
     out = Path(options.out)
     torch.manual_seed(0)
@@ -224,12 +244,13 @@ def main() -> None:
         report_to=os.environ.get("TRAINER_REPORT_TO", "none").split(),
         use_cpu=True,
         dataloader_pin_memory=False,
+        include_num_input_tokens_seen=options.tokens,
         **(by_length() if options.grouped else {}),
         fsdp=options.fsdp or None,
         fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]} if options.fsdp else None,
     )
     tracker = Tracker(out)
-    callbacks: list[TrainerCallback] = [model.kill, Hold(), watch, tracker]
+    callbacks: list[TrainerCallback] = [model.kill, Stop(options.stop_at), Hold(), watch, tracker]
     if options.patience:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     trainer = Trainer(
@@ -266,6 +287,7 @@ def report(trainer: Trainer, training_loss: float, torn: set[str], out: Path) ->
         "training_loss": training_loss,
         "best": trainer.state.best_metric,
         "best_checkpoint": Path(trainer.state.best_model_checkpoint or "").name,
+        "seen": [trainer.state.total_flos, trainer.state.num_input_tokens_seen],
         "torn": sorted(torn),
         "logs": [
             {k: v for k, v in entry.items() if not any(t in k for t in timing)}

@@ -1,0 +1,149 @@
+"""What the processes of a job share of a transformers' Trainer, besides Accelerate's objects.
+
+A Trainer counts steps, and keeps results in variables, that an operation of Accelerate does not reach. A
+process that comes back takes them from its peers at two places: with the step that they are in what that
+step's row is made of, as it was when the step began; and with the operation that they wait in all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import weakref
+from typing import Any
+
+from ft_accelerate.runtime.models import FollowsTheScript
+
+
+class SharedTrainerState(FollowsTheScript):
+    """A Trainer's state besides Accelerate's objects, as plain data. The loop's thread only.
+
+    A peer's state is kept until this process has arrived at the peer's position, and loaded then: in
+    between, Trainer counts the steps that it fast-forwards through.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer: weakref.ref[Any] = weakref.ref(trainer)
+        self.peers_state: dict[str, Any] = {}
+        """Until this process has arrived at their position; then empty."""
+        self.best_step: int | None = None
+        """Whose evaluation was the best so far. Trainer's own knows it not always: with transformers 4.57 not
+        under `save_strategy="best"`."""
+        self.arrived_with: dict[str, Any] = {}
+        """Trainer's state, as this process has found it where it has arrived last."""
+        self._begun: dict[str, Any] = {}
+
+    def begin_step(self) -> None:
+        """A step begins, with what its row will be made of. In a step that the peers have done, with theirs:
+        where they are, this has been changed by the step, and by its row."""
+        trainer = self._trainer()
+        if trainer is None:
+            return
+        scheduler = trainer.lr_scheduler
+        if begun := self.peers_state.get("begun"):
+            trainer._globalstep_last_logged = begun["last_logged"]
+            trainer._total_loss_scalar = begun["total_loss"]
+            if begun["scheduler"] is not None:
+                scheduler.load_state_dict(copy.deepcopy(begun["scheduler"]))
+        self._begun = {
+            "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
+            "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
+            "scheduler": None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
+        }
+
+    def stop_as_peers(self, control: Any) -> None:
+        """Results are not told to the callbacks of a process that runs through its past. What these have decided
+        in its peers, in a step that they have not left yet: whether to stop."""
+        for name, state in json.loads(self.peers_state.get("callbacks", "[]")):
+            if name == type(control).__name__:
+                control.should_training_stop = state["args"]["should_training_stop"]
+                control.should_epoch_stop = state["args"]["should_epoch_stop"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; empty once the Trainer is gone."""
+        trainer = self._trainer()
+        if trainer is None:  # it was collected, its accelerator was not
+            return {}
+        scheduler = trainer.lr_scheduler
+        return {
+            "state": json.dumps(dataclasses.asdict(trainer.state)),
+            "callbacks": json.dumps([[type(c).__name__, c.state()] for c in _exportable(trainer)]),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "rates": _rates(trainer),
+            "loss": float(getattr(trainer, "_tr_loss", 0.0)),
+            "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
+            "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
+            "best_step": self.best_step,
+            "begun": self._begun,
+            "flos": trainer.current_flos,  # an int at 0, which travels as a different tensor from 0.0
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep a peer's state until this process has arrived at its position."""
+        self.peers_state = state
+
+    def is_past(self, state: dict[str, Any], *, told: bool) -> bool:
+        """Epochs are counted anew from the checkpoint with which it begins: one about which
+        nothing is told can't be found."""
+        trainer = self._trainer()
+        step = 0 if trainer is None else int(trainer.state.global_step)
+        return step > json.loads(state["state"])["global_step"] if told else step > 0
+
+    def arrive(self) -> None:
+        """This process has arrived at its peer's position: load the peer's state."""
+        trainer, found, self.peers_state = self._trainer(), self.peers_state, {}
+        if trainer is None or not found:
+            return
+        mine = trainer.state
+        self.best_step = found.get("best_step")  # none in what an older version has kept
+        self._begun = found.get("begun", {})
+        self.arrived_with = json.loads(found["state"])
+        for name, value in self.arrived_with.items():
+            if not name.startswith("is_"):  # whether this process is the first, and such
+                setattr(mine, name, value)
+        states = json.loads(found["callbacks"])
+        for callback in _exportable(trainer):
+            for place, (name, state) in enumerate(states):
+                if name == type(callback).__name__:
+                    vars(callback).update(state["attributes"])
+                    if callback is trainer.control:
+                        vars(callback).update(state["args"])
+                    del states[place]
+                    break
+        if trainer.lr_scheduler is not None and found["scheduler"] is not None:
+            trainer.lr_scheduler.load_state_dict(found["scheduler"])
+        for group, rate in zip(trainer.optimizer.param_groups, found["rates"], strict=False):
+            group["lr"] = rate
+        if hasattr(trainer, "_tr_loss"):  # a variable of the loop's before transformers 5
+            trainer._tr_loss.fill_(found["loss"])
+        trainer._total_loss_scalar = found["total_loss"]
+        trainer._globalstep_last_logged = found["last_logged"]
+        trainer.current_flos = found["flos"]
+
+
+_of: weakref.WeakKeyDictionary[Any, SharedTrainerState] = weakref.WeakKeyDictionary()
+
+
+def share(trainer: Any) -> SharedTrainerState:
+    """Begin a training of `trainer`."""
+    _of[trainer] = _of[trainer.callback_handler] = shared = SharedTrainerState(trainer)
+    return shared
+
+
+def shared_by(owner: Any) -> SharedTrainerState | None:
+    """That of a Trainer, or of its `CallbackHandler`; None: it has not trained here."""
+    return _of.get(owner)
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    from transformers.trainer_callback import ExportableState
+
+    all_ = [*trainer.callback_handler.callbacks, trainer.control]
+    return [callback for callback in all_ if isinstance(callback, ExportableState)]
+
+
+def _rates(trainer: Any) -> list[float]:
+    if trainer.optimizer is None:
+        return []
+    return [float(group["lr"]) for group in trainer.optimizer.param_groups]
