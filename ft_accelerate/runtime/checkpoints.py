@@ -288,6 +288,8 @@ class SavedPosition:
         self._position, self._job_id = position, job_id
         self._newest = machine_file("ft_accelerate", job_id, "saved") if job_id else None
         self._loaded = False
+        self.goes_on = ""
+        """What is to be said when this script trains; "": it does not go on from what its job has saved."""
 
     def on_save(self, models: Any, weights: Any, folder: str) -> None:
         """Accelerate's hook: `folder` is written."""
@@ -339,9 +341,16 @@ class SavedPosition:
             with contextlib.suppress(OSError), replace_whole(self._newest) as draft:
                 draft.write_text(str(folder))
 
-    def warn_if_starting_anew(self) -> None:
-        """This script trains from its own beginning, in the main process."""
-        if self._loaded or self._newest is None:
+    def trains(self) -> None:
+        """This script trains, in the main process, and has taken nothing from others."""
+        if self.goes_on:
+            log.warning("%s", self.goes_on)
+            self.goes_on = ""
+        elif not self._loaded:
+            self._warn_if_starting_anew()
+
+    def _warn_if_starting_anew(self) -> None:
+        if self._newest is None:
             return
         self._loaded = True
         with contextlib.suppress(OSError):

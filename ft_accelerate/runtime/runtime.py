@@ -533,7 +533,7 @@ class Runtime:
             target = self.position.target
             if target is None or self.live:
                 if self._healed is None and self.leadership.holds:
-                    self.saved.warn_if_starting_anew()
+                    self.saved.trains()
                 return
             if not target.reachable:
                 self.leave_for_now("the others are where this process cannot join them")

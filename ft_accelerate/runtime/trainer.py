@@ -303,12 +303,15 @@ def _started_from(
     written = _written_by_job(output_dir, runtime, number) if goes_on else None
     if written is not None:
         given = written
-        if runtime.group_ranks.number == 0:
-            log.warning(
-                "no process of this job is left in training: it goes on from %s "
-                "(resume_from_checkpoint=False starts anew)",
-                written,
-            )
+        # Said when it trains: one that comes after the last step, while the others finish, never does.
+        runtime.saved.goes_on = (
+            f"no process of this job is left in training: it goes on from {written} "
+            "(resume_from_checkpoint=False starts anew)"
+        )
+        if (
+            runtime.manager is not None and runtime.leader
+        ):  # it is in the quorum from an earlier training
+            runtime.saved.trains()
     starts[number - 1 :] = [given]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_whole(path) as draft:

@@ -323,6 +323,32 @@ def test_all_die_and_the_job_goes_on_from_the_checkpoint_that_it_has_written(
     same(found[0], expected[0])
 
 
+def test_one_that_comes_after_the_last_step_does_not_say_that_it_goes_on(tmp_path: Path) -> None:
+    """It finds its job's checkpoint, and nobody in training: the other has left, and goes on with its script."""
+    command = launched(
+        TRAINER,
+        tmp_path,
+        2,
+        {"min_replicas": 1},
+        "--save_steps",
+        "4",
+        "--max_steps",
+        "4",
+        "--await_late",
+    )
+    env = installed(
+        tmp_path / "site",
+        TRAINER_KILLS="0:0:on_step_end:2",
+        TRAINER_HOLD=str(tmp_path),
+        TRAINER_HOLD_AT="on_train_begin:-1",
+        FT_EVENT_LOG=str(tmp_path / "events"),
+    )
+    said = run(command, env, tmp_path)
+    assert (tmp_path / "checkpoints" / "checkpoint-4").is_dir()
+    assert "this process came back too late" in said
+    assert "goes on from" not in said
+
+
 def test_the_main_process_dies_in_the_scripts_last_save_and_the_other_writes(
     tmp_path: Path,
 ) -> None:

@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--save_model", action="store_true")
     parser.add_argument("--tokens", action="store_true")
     parser.add_argument("--stop_at", type=int, default=-1)
+    parser.add_argument("--await_late", action="store_true")
     options = parser.parse_args()
     out = Path(options.out)
     torch.manual_seed(0)
@@ -260,12 +261,25 @@ def main() -> None:
         eval_dataset=Sources(["bisect", "calendar"], 24),
         callbacks=callbacks,
     )
-    result = trainer.train(resume_from_checkpoint=options.resume or None)
+    result = train(trainer, options.resume, out / "late")
+    if options.await_late:
+        trainer.accelerator.end_training()
+        Path(os.environ["TRAINER_HOLD"], "held").touch()
+        await_((out / "late").exists)
     if options.save_model:
         trainer.save_model(str(out / "final"))
         trainer.save_metrics("train", {"train_loss": result.training_loss})
         trainer.save_state()
     report(trainer, result.training_loss, watch.torn, out)
+
+
+def train(trainer: Trainer, resume: bool, late: Path) -> Any:
+    """`late` is there when a process has been told that it has come too late."""
+    try:
+        return trainer.train(resume_from_checkpoint=resume or None)
+    except SystemExit:
+        late.touch()
+        raise
 
 
 def report(trainer: Trainer, training_loss: float, torn: set[str], out: Path) -> None:
