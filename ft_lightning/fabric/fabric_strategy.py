@@ -294,6 +294,8 @@ class FTFabricMixin(FabricSavesMixin):
         if self._started:
             raise RuntimeError("set up all models before the first batch: peers heal them as one")
         self._models.append(module)
+        if self._votes_each_step:  # else parameters are averaged
+            self._frozen += [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         if not any(p.requires_grad for p in module.parameters()):
             return module
         self._ensure_manager()

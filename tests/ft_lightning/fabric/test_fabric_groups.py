@@ -356,6 +356,27 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     assert wanted[lost] in str(second)
 
 
+def test_what_was_frozen_at_setup_and_is_trained_later_is_refused(two: Groups) -> None:
+    """Its gradients would not be averaged, under stock `ddp`, too."""
+
+    def body(fabric: Any, index: int) -> None:
+        net = nn.Linear(1, 1)
+        net.bias.requires_grad = False
+        model, optimizer = fabric.setup(net, torch.optim.SGD([net.weight], lr=0.001))
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
+        for number, (batch,) in enumerate(loader):
+            if number == 2:
+                net.bias.requires_grad = True
+                optimizer.add_param_group({"params": [net.bias]})
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            assert number < 2
+
+    for error in two.run(body):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("bias: frozen at fabric.setup, and trained now")
+
+
 SAMPLES = 48
 
 
