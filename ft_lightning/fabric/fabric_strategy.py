@@ -54,6 +54,8 @@ class FabricSavesMixin(FabricStepMixin):
 
     _loaded = ""
     """The file that this process has loaded last."""
+    _went_on = False
+    """The state that is loaded next is one that was kept."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -165,6 +167,7 @@ class FabricSavesMixin(FabricStepMixin):
         why = self._lost_place(state)
         if why:
             log.warning("the kept state of the job is not used: %s", why)
+        self._went_on = not why
         return not why
 
     def _lost_place(self, state: dict[str, Any]) -> str:
@@ -218,6 +221,11 @@ class FTFabricMixin(FabricSavesMixin):
         self._schedulers: list[Any] = []
         self._registered: dict[str, Any] = {}
         self._finished = self._asks_where = self._unkept = False
+        self._asks_number = False
+        self._joined: tuple[int, int] | None = None
+        """The pass over the data in which this group has healed, and how much its source's loop had not
+        counted of it."""
+        self._backward_sync_control: Any = _CountedSync(self)
         self._began: tuple[int, list[int]] = (0, [])
 
     # ------------------------------------------------------------------ what users call
@@ -227,6 +235,23 @@ class FTFabricMixin(FabricSavesMixin):
         """Committed optimizer steps: equal in all groups. Any thread."""
         self._asks_where = True
         return self.progress.step
+
+    @property
+    def batch_idx(self) -> int:
+        """The number of the batch at hand in the pass over its data, from 0. It is equal in all groups;
+        `enumerate` counts what this process has read. So decide by it where gradients are accumulated:
+        ``fabric.no_backward_sync(model, enabled=(fabric.strategy.batch_idx + 1) % 8 != 0)``.
+
+        Raises RuntimeError if no batch was read from `fabric.setup_dataloaders`. Any thread.
+        """
+        self._asks_number = True
+        lead = self._lead
+        if lead is None or not lead.batch:
+            raise RuntimeError(
+                "strategy.batch_idx is the number of a batch: read it within a loop over training data "
+                "from fabric.setup_dataloaders"
+            )
+        return lead.batch - 1
 
     def register(self, name: str, state: Any) -> None:
         """Have `state` heal with the model: a dict, or an object with `state_dict` and
@@ -416,6 +441,7 @@ class FTFabricMixin(FabricSavesMixin):
             "window": astuple(self._window.place),
             "results": list(self._window.results),
             "lead": -1 if lead is None else self.progress.places.index(lead),
+            "uncounted": 0 if lead is None else lead.uncounted,
             "schedulers": [s.state_dict() for s in self._schedulers],
             "precision": self.precision.state_dict(),
             "progress": {**self.progress.state_dict(), "places": [[*p] for p in places]},
@@ -450,13 +476,36 @@ class FTFabricMixin(FabricSavesMixin):
         self.precision.load_state_dict(state["precision"])
         self.progress.load_state_dict(state["progress"])
         lead = state["lead"]
-        self._lead = self.progress.lead = self.progress.places[lead] if lead >= 0 else None
+        place = self._lead = self.progress.lead = self.progress.places[lead] if lead >= 0 else None
+        # From what was kept all go on, with equal counts.
+        self._joined = None
+        if place is not None and not self._went_on:
+            self._joined = place.epoch, state["uncounted"]
+        self._went_on = False
         for name, thing in self._registered.items():
             if isinstance(thing, dict):
                 thing.clear()
                 thing.update(state["registered"][name])
             else:
                 thing.load_state_dict(state["registered"][name])
+
+    def refuse_own_count(self) -> None:
+        """Gradients are about to be accumulated. Raises RuntimeError if the script decides that by a count
+        of its own, which is not its peers' since this group came back."""
+        lead = self._lead
+        if self._joined is None or lead is None or self._asks_number:
+            return
+        epoch, uncounted = self._joined
+        if lead.epoch != epoch or lead.uncounted == uncounted:
+            return
+        if any(not hasattr(each, "optimizer") for each in self._registered.values()):
+            return  # its count may be among them
+        raise RuntimeError(
+            f"this process came back at batch {lead.batch - 1} of its pass over the data, which is number "
+            f"{lead.given - 1} for `enumerate`: it would accumulate gradients over other batches than "
+            "its peers. Decide by `fabric.strategy.batch_idx`, which is equal in all processes, or "
+            "give your own counter to fabric.strategy.register"
+        )
 
     def _passes(self) -> list[int]:
         return [place.epoch for place in self.progress.places]
@@ -506,6 +555,21 @@ class FTFabricMixin(FabricSavesMixin):
                     'fabric.strategy.register("scheduler", scheduler)'
                 )
         return ""
+
+
+class _CountedSync:
+    """What `fabric.no_backward_sync` asks, in the place of Lightning's."""
+
+    def __init__(self, strategy: FTFabricMixin) -> None:
+        self._stock: Any = strategy._backward_sync_control
+        self._strategy = weakref.ref(strategy)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
+        """As Lightning's."""
+        strategy = self._strategy()
+        if enabled and strategy is not None:
+            strategy.refuse_own_count()
+        return self._stock.no_backward_sync(module, enabled)
 
 
 def _first_parameter(optimizer: Any) -> Any:

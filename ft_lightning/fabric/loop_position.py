@@ -52,6 +52,7 @@ class LoaderPlace:
         processes: among how many its data is divided.
         epoch: how often the loader was iterated before, which samplers are seeded with.
         batch: how many batches of this epoch were given out.
+        given: how many batches the iteration under way has given to its loop: what `enumerate` counts.
         active: an iteration is under way.
         exhausted: the last iteration came to the end of the data.
         moved: the iteration under way must continue at another place.
@@ -65,6 +66,7 @@ class LoaderPlace:
     processes: int = 1
     epoch: int = -1
     batch: int = 0
+    given: int = 0
     active: bool = False
     exhausted: bool = False
     moved: bool = False
@@ -72,6 +74,11 @@ class LoaderPlace:
     placeable: bool = True
     sampler: Any = None
     origin: Origin = field(default_factory=Origin)
+
+    @property
+    def uncounted(self) -> int:
+        """By how much the loop's own count of this epoch's batches is too small."""
+        return self.batch - self.given
 
     def go_to(self, epoch: int, batch: int, active: bool) -> None:
         """Go to the place of another process's (or an earlier) iteration."""
@@ -226,7 +233,7 @@ def _batches(
         place.resumed, place.moved = False, place.batch > 0
     else:
         place.epoch, place.batch, place.moved = place.epoch + 1, 0, False
-    place.active, place.exhausted = True, False
+    place.active, place.exhausted, place.given = True, False, 0
     length = len(loader) if sampler is not None else None
     batches: Iterator[Any] | None = None
     try:
@@ -256,6 +263,7 @@ def _batches(
                 place.exhausted = True
                 return
             place.batch += 1
+            place.given += 1
             yield batch
     finally:
         place.active = False

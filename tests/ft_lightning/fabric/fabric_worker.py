@@ -120,7 +120,7 @@ class Worker:
             window: list[float] = []
             for number, (images, labels) in enumerate(self.loader):
                 if self.ours:
-                    self.step, number = self.strategy.current_step, self.place() - 1
+                    self.step, number = self.strategy.current_step, self.strategy.batch_idx
                 time.sleep(self.options["step_delay_s"])
                 self.log.at(f"step:{self.step}")
                 window += [round(float(x) * 64) for x in images[:, 0]]

@@ -356,6 +356,46 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     assert wanted[lost] in str(second)
 
 
+@pytest.mark.parametrize("by", ["enumerate", "batch_idx"])
+def test_who_comes_back_accumulates_the_same_batches(
+    two: Groups, server: LighthouseServer, by: str
+) -> None:
+    """Group 1 comes back within a pass, in which its `enumerate` begins at 0: it would average at other
+    batches than its peer, and each would wait for the other. So it ends, and its peer goes on.
+    """
+    held = threading.Event()
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        data = TensorDataset(torch.arange(24.0).reshape(-1, 1) / 24)
+        loader = fabric.setup_dataloaders(DataLoader(data, 1))
+        read = []
+        for number, (batch,) in enumerate(loader):
+            if index == 0 and number == 6:
+                held.set()
+                two.wait_for_joiner(server, "1")
+            if by == "batch_idx":
+                number = fabric.strategy.batch_idx
+            read.append(number)
+            last = (number + 1) % 5 == 0 or number + 1 == len(loader)
+            with fabric.no_backward_sync(model, enabled=not last):
+                fabric.backward(model(batch).square().mean())
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+                if index == 1 and not held.is_set():
+                    return "left"
+        return read, digest(model.state_dict())
+
+    first, second = two.join_again(held, body)
+    assert first[0] == [*range(12)]
+    if by == "enumerate":
+        assert isinstance(second, RuntimeError)
+        assert "at batch 10 of its pass" in str(second) and "strategy.batch_idx" in str(second)
+    else:
+        assert second == ([10, 11], first[1])
+
+
 def test_what_was_frozen_at_setup_and_is_trained_later_is_refused(two: Groups) -> None:
     """Its gradients would not be averaged, under stock `ddp`, too."""
 
