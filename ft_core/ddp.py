@@ -596,6 +596,36 @@ class SharedBuffers:
         return tensors
 
 
+MOST_NAMED = 3
+
+
+class FrozenParameters:
+    """Those of `module` that are frozen when it is wrapped. As under torch's DDP, their gradients are averaged at no time:
+    what is unfrozen later would be trained in each replica group apart. The loop's thread only."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._all = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+
+    def refuse(self, optimizer: torch.optim.Optimizer, when: str, advice: str) -> None:
+        """Raise ValueError if `optimizer` is about to train one; see `refuse_unaveraged`."""
+        if any(p.grad is not None for _, p in self._all):
+            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            names = [n for n, p in self._all if p.grad is not None and id(p) in trained]
+            refuse_unaveraged(names, when, advice)
+
+
+def refuse_unaveraged(names: list[str], when: str, advice: str) -> None:
+    """Raise ValueError if there are parameters that were frozen `when` gradients to average were chosen, and are trained
+    now; `advice` is a sentence."""
+    if names:
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        raise ValueError(
+            f"{', '.join(names[:MOST_NAMED])}{more}: frozen {when}, and trained now. Their gradients are not "
+            "averaged, so that each replica group had weights of its own (stock DDP says nothing of it). "
+            f"{advice}"
+        )
+
+
 def _persistent_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str]]:
     """(owner, attribute) of each buffer that a state dict holds; the tensors may be replaced."""
     owners: list[tuple[nn.Module, str]] = []

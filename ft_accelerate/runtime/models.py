@@ -16,13 +16,16 @@ from torch.autograd import Variable
 
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.collectives.retry import RetryableReducer
-from ft_core.ddp import RetryableDistributedDataParallel, never_compile
+from ft_core.ddp import FrozenParameters, RetryableDistributedDataParallel, never_compile
 
 UNUSED_HINT = (
     "pass kwargs_handlers="
     "[DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator"
 )
-MOST_NAMED = 3
+UNFREEZE = (
+    "Prepare the model with all of them trainable, and leave out of the optimizer what is trained later "
+    "(optimizer.add_param_group)"
+)
 COPIED_BYTES = 4096
 """Remembered outputs of up to this size are copied for each use."""
 
@@ -45,8 +48,7 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         super().__init__(reducer, module, **kwargs)
         never_compile(__package__)
         self._memory = Memory(position)
-        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
-        """Whose gradients torch does not average, whatever becomes of them."""
+        self._frozen = FrozenParameters(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Compute, or return the remembered output."""
@@ -62,19 +64,8 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
 
     def refuse_unfrozen(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` is about to train a parameter that was frozen when it was prepared."""
-        names = [name for name, parameter in self._frozen if parameter.grad is not None]
-        if not names or not self.require_backward_grad_sync:  # LocalSGD averages parameters
-            return
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        names = [name for name, p in self._frozen if p.grad is not None and id(p) in trained]
-        if names:
-            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            raise ValueError(
-                f"{', '.join(names[:MOST_NAMED])}{more}: frozen when the model was prepared, and trained "
-                "now. Their gradients are not averaged, so that each process had weights of its own (plain "
-                "Accelerate says nothing of it). Prepare the model with all of them trainable, and "
-                "leave out of the optimizer what is trained later (optimizer.add_param_group)"
-            )
+        if self.require_backward_grad_sync:  # else LocalSGD averages parameters
+            self._frozen.refuse(optimizer, "when the model was prepared", UNFREEZE)
 
 
 class Memory:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
+from ft_core.ddp import FrozenParameters
 from ft_core.errors import GroupLeft
 from ft_core.launch.ending import Sigterm
 from ft_core.replica.status import Participation
@@ -32,7 +33,8 @@ from ft_core.step import updating
 from ft_lightning.fabric.fabric_agreements import FabricAgreementsMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window
 from ft_lightning.shared.step_collectives import forget_unscaling
-from ft_lightning.trainer.finetuning import MOST_NAMED
+
+UNFREEZE = "Set the model up with all of them trainable (and find_unused_parameters=True), and freeze them after that"
 
 
 class FabricStepMixin(FabricAgreementsMixin):
@@ -70,8 +72,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._models: list[nn.Module] = []
         self._wrapped: list[Any] = []
         """Those of the models that are trained, in ft_core's wrapper."""
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-        """When the models were set up: torch's DDP does not average their gradients later either."""
+        self._frozen: list[FrozenParameters] = []
         self._optimizers: list[Any] = []
         self.progress = Progress()
         self._starting = self._started = self._healed = self._took_over = False
@@ -339,27 +340,14 @@ class FabricStepMixin(FabricAgreementsMixin):
                 "the optimizer was stepped without gradients of a step: fetch a batch (in train mode, "
                 "with gradients enabled) and call fabric.backward(loss) before"
             )
-        if not self._is_alone and any(p.grad is not None for _, p in self._frozen):
-            self._refuse_unfrozen(optimizer)
+        for frozen in () if self._is_alone else self._frozen:
+            frozen.refuse(optimizer, "at fabric.setup", UNFREEZE)
         if self._fed_by_loader or self._alone is None or self._is_alone:
             self._alone = optimizer
         if self._alone is not optimizer:
             raise RuntimeError(
                 "optimizers that take turns need data from fabric.setup_dataloaders: else a "
                 "replica group that comes back cannot know whose turn it is"
-            )
-
-    def _refuse_unfrozen(self, optimizer: Any) -> None:
-        """Raise ValueError if `optimizer` would train parameters that were frozen at `fabric.setup`."""
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        names = [n for n, p in self._frozen if p.grad is not None and id(p) in trained]
-        if names:
-            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            raise ValueError(
-                f"{', '.join(names[:MOST_NAMED])}{more}: frozen at fabric.setup, and trained now. Their "
-                "gradients are not averaged, so that each replica group had weights of its own (stock ddp "
-                "says nothing of it). Set the model up with all of them trainable (and "
-                "find_unused_parameters=True), and freeze them after that"
             )
 
     def _forget_gradients(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-MOST_NAMED = 3
+from ft_core.ddp import refuse_unaveraged
 
 
 def finetunes(trainer: Any) -> list[Any]:
@@ -71,14 +71,8 @@ def adopt(trainer: Any, known: dict[str, list[str]]) -> None:
 def refuse_unfrozen(module: Any, averaged: set[int]) -> None:
     """Raise ValueError for parameters that are trainable, and not among those that are `averaged` (ids)."""
     names = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in averaged]
-    if names:
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        raise ValueError(
-            f"{', '.join(names[:MOST_NAMED])}{more}: frozen when the fit began, and trainable now. They "
-            "would not be averaged, so that each replica group had weights of its own (stock ddp says "
-            "nothing of it). Unfreeze them in a BaseFinetuning callback, or before "
-            "another fit"
-        )
+    advice = "Unfreeze them in a BaseFinetuning callback, or before another fit"
+    refuse_unaveraged(names, "when the fit began", advice)
 
 
 def _normalizations(module: nn.Module) -> Iterator[tuple[str, Any]]:
