@@ -226,7 +226,7 @@ class FTFabricMixin(FabricSavesMixin):
         """The pass over the data in which this group has healed, and how much its source's loop had not
         counted of it."""
         self._backward_sync_control: Any = _CountedSync(self)
-        self._began: tuple[int, list[int]] = (0, [])
+        self._began: tuple[int, list[int], int] = (0, [], 0)
 
     # ------------------------------------------------------------------ what users call
 
@@ -390,7 +390,7 @@ class FTFabricMixin(FabricSavesMixin):
         self._started = True
         if self._votes_each_step:
             self._manager.preallocate_state(*self._optimizers)
-            self._began = self.progress.step, self._passes()
+            self._began = self.progress.step, self._passes(), len(self._optimizers)
             self._manager.state.whole = self._can_be_kept
             self._manager.state.takes_kept = self._takes_kept
         start = self._agree_on_start()
@@ -522,14 +522,22 @@ class FTFabricMixin(FabricSavesMixin):
                 log.warning(
                     "the state is kept no longer in case that all replica groups die: a process that "
                     "begins could not go on from it. Write `for epoch in fabric.strategy.epochs(total)`, "
-                    "and give schedulers to fabric.setup"
+                    "and give optimizers and schedulers to fabric.setup before the first batch"
                 )
         return not self._unkept
 
-    def _lost_place(self, state: dict[str, Any], began: tuple[int, list[int]] | None = None) -> str:
+    def _lost_place(
+        self, state: dict[str, Any], began: tuple[int, list[int], int] | None = None
+    ) -> str:
         """A sentence, if the loop would go on at a different place from the loop that had this state;
-        else "". `began`: the step and passes of another process."""
-        step, passes = began or (self.progress.step, self._passes())
+        else "". `began`: the step, passes, and number of optimizers of another process."""
+        step, passes, made = began or (self.progress.step, self._passes(), len(self._optimizers))
+        if len(state["optimizers"]) != made:
+            return (
+                f"this process came back with {made} optimizers, and its peers have set up "
+                f"{len(state['optimizers'])}: one that is set up after the first batch can't heal. Give all "
+                "of them to fabric.setup or fabric.setup_optimizers before the first batch"
+            )
         places, lead = state["progress"]["places"], state["lead"]
         if lead >= 0 and not self._asks_where:
             mine, its = passes[lead], places[lead][0]

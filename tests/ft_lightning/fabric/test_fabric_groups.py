@@ -320,14 +320,14 @@ def test_a_flipped_bit_is_named_and_healed(
     assert {*healed} == {1}
 
 
-@pytest.mark.parametrize("lost", ["pass", "scheduler"])
+@pytest.mark.parametrize("lost", ["pass", "scheduler", "optimizer"])
 def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     two: Groups, server: LighthouseServer, lost: str
 ) -> None:
     """As Lightning's pages write it: `for epoch in range`, and a scheduler that Fabric is not told of.
 
     Group 1 leaves, and comes back where its peer is in another pass, or (with `epochs`) at another
-    number of steps."""
+    number of steps, or of optimizers: a script that makes another one for its second phase."""
     held = threading.Event()
 
     def body(fabric: Any, index: int) -> Any:
@@ -336,6 +336,9 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
         steps = 0
         for epoch in range(3) if lost == "pass" else fabric.strategy.epochs(3):
+            if lost == "optimizer" and epoch == 1:
+                later = torch.optim.SGD(model.parameters(), lr=0.0001)
+                optimizer = fabric.setup_optimizers(later)
             for number, (batch,) in enumerate(loader):
                 if index == 0 and (epoch, number) == (1, 2):
                     held.set()
@@ -353,6 +356,7 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     assert first == (12, 3)
     assert isinstance(second, RuntimeError)
     wanted = {"pass": "fabric.strategy.epochs(total)", "scheduler": "scheduler=scheduler"}
+    wanted["optimizer"] = "with 1 optimizers, and its peers have set up 2"
     assert wanted[lost] in str(second)
 
 
@@ -385,6 +389,8 @@ def test_who_comes_back_accumulates_the_same_batches(
                 optimizer.zero_grad()
                 if index == 1 and not held.is_set():
                     return "left"
+                if index == 0 and number == 4:
+                    two.until_gone(1, server)  # so that the next window is begun without it
         return read, digest(model.state_dict())
 
     first, second = two.join_again(held, body)

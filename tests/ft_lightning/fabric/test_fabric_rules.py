@@ -252,7 +252,7 @@ def test_a_loop_goes_on_from_what_is_kept_unless_it_is_past_that_or_cannot_go_th
 ) -> None:
     def goes_on(step: int, epoch: int = 0) -> bool:
         progress = {"epoch": 0, "step": step, "places": [[epoch, 3, 1]]}
-        kept = {"default": {"progress": progress, "lead": 0}}
+        kept = {"default": {"progress": progress, "lead": 0, "optimizers": [{}]}}
         return bool(fabric.strategy.manager.state.takes_kept(kept))
 
     model, optimizer, loader = ready(fabric, data())
