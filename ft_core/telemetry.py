@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-QUORUM = "quorum"  # quorum_id, step, members, healing, replica_rank, reason
+QUORUM = "quorum"  # quorum_id, members, healing, replica_rank, reason
 COMMIT = "commit"  # step, participants, seconds (since the attempt began)
 DISCARD = "discard"  # step, reason, seconds
 REVOKED = "revoked"  # quorum_id, reason

@@ -110,9 +110,8 @@ class Narrator:
         count = f"{len(self._members)} of {self._groups} replica groups"
         if not before and self._start:
             self._say(f"training with {count}; the lighthouse is {self._lighthouse}")
-        for part in quorum["reason"].split("; "):
-            if part.endswith(NOT_HELD):
-                self._say(f"{part}; the job goes on at step {quorum['step']:,}")
+        if NOT_HELD in quorum["reason"]:
+            self._say(f"the job goes back: {quorum['reason']}")
         if not before and self._kept is not None:
             place = self._place() or f"commit {self._kept:,}"
             self._say(f"all had ended; the job goes on from the kept state of {place}")

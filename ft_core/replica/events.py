@@ -206,11 +206,12 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Effect: give the process group these members; then report `Configured`."""
+    """Effect: give the process group these members; then report `Configured`. `why`: the quorum's reason."""
 
     quorum_id: int
     members: tuple[Member, ...]
     replica_rank: int
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -464,7 +464,7 @@ class Replica:
         if mine.healing and not self.healed:
             effects += self._fetch(self.view)  # first: to configure blocks the thread of both
         rank = self.view.rank_of(self.replica_id)
-        effects.append(events.Configure(message.quorum_id, members, rank))
+        effects.append(events.Configure(message.quorum_id, members, rank, message.reason))
         if not self.healed and not mine.healing:
             # The lighthouse takes this state for another one: a no says which it is.
             return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)

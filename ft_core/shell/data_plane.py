@@ -114,6 +114,7 @@ class DataPlane:
             replica_rank=effect.replica_rank,
             members=[m.replica_id for m in effect.members],
             healing=[m.replica_id for m in effect.members if m.healing],
+            reason=effect.why,
         )
         if unreadable := self._unreadable(effect.members):
             error = f"no address can be read of {', '.join(map(name_of, unreadable))}"

@@ -96,6 +96,7 @@ HIDDEN = (
     "rests",
     "bases",
     "basis",
+    "why",
 )
 FIRST_TERM = Term(0, 1)
 

@@ -41,7 +41,7 @@ class Told:
         step: int = 0,
     ) -> list[str]:
         data = {"members": members, "replica_rank": rank, "healing": healing, "reason": reason}
-        return self(QUORUM, quorum_id=1, step=step, **data)
+        return self(QUORUM, quorum_id=1, **data)
 
     def commit(self) -> list[str]:
         self.step += 1
@@ -65,8 +65,8 @@ def test_the_first_member_tells_of_the_others(capsys: pytest.CaptureFixture[str]
 def test_steps_that_are_lost_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     reason = f"2 replica groups at step 50; step 54 {NOT_HELD}"
     for rank in (0, 1):
-        lines = Told(capsys).quorum("0:b", "1:b", rank=rank, reason=reason, step=50)
-        said = f"ft_lightning: step 54 {NOT_HELD}; the job goes on at step 50"
+        lines = Told(capsys).quorum("0:b", "1:b", rank=rank, reason=reason)
+        said = f"ft_lightning: the job goes back: {reason}"
         assert lines[1:] == [said] * (rank == 0)
 
 
