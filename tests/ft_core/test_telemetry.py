@@ -1,0 +1,36 @@
+"""Events carry what the head of `ft_core.telemetry` says of their kinds: sinks read no other fields."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import ft_core.telemetry
+
+PACKAGES = ("ft_core", "ft_lightning", "ft_accelerate")
+ROOT = Path(ft_core.telemetry.__file__).parents[1]
+KIND = re.compile(r'^([A-Z_]+) = \(?\s*"[a-z_]+"  # (.*)$', re.MULTILINE)
+
+
+def documented() -> dict[str, set[str]]:
+    """Fields of each kind, by its name."""
+    text = Path(ft_core.telemetry.__file__).read_text()
+    found = {}
+    for name, comment in KIND.findall(text):
+        fields = re.sub(r" \(.*?\)", "", comment).split(", ")
+        found[name] = set() if comment.startswith("nothing") else set(fields)
+    return found
+
+
+def test_events_carry_the_fields_that_are_documented() -> None:
+    kinds, seen = documented(), set()
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                is_emit = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                if is_emit and node.func.attr == "emit" and isinstance(node.args[0], ast.Name):
+                    kind = node.args[0].id
+                    assert {k.arg for k in node.keywords} == kinds[kind], (file, node.lineno)
+                    seen.add(kind)
+    assert seen == set(kinds)
