@@ -295,7 +295,7 @@ class GroupLeader:
             self._send(told, Waiting(join.job, "its group follows another lighthouse", newest))
             return
         first = joins[0]
-        if others:  # which can't follow it: no lighthouse counts this group, and all get a higher one
+        if others:  # can't follow it: no lighthouse is to count this group; all get a higher one
             newest = Term(newest.epoch, OF_NO_LIGHTHOUSE)
         schemas = {j.schema for j in joins}
         torn = any((j.step, j.lineage) != (first.step, first.lineage) for j in joins)
