@@ -152,7 +152,7 @@ def test_a_process_is_killed_and_its_group_and_a_spare_come_back_with_their_shar
         launcher.end()
     said = (folder / "said").read_text()
     assert code == 0, said
-    assert said.count("was killed by SIGKILL; it is started again") == 1
+    assert said.count("was killed by SIGKILL; it is started again") == 1, said
     # One group of the two that come back may be too late, since none waits for it.
     everybody = range(6)
     paths = {index: folder / f"{index}.end" for index in everybody}
