@@ -125,7 +125,7 @@ class Replica:
         if self.attempt is Attempt.CLOSED:
             self.attempt, self.outcome, self.failure = Attempt.OPEN, None, ""
             self._begun += 1
-            self._pardoned = False
+            self._pardoned, self._grace_at = False, None  # which the attempt before was given
             self._fail_if_spent()
         self._heal_in_step = event.heal_in_step
         # In the steady state there is nothing to wait for, to serve or to heal.
