@@ -308,9 +308,8 @@ def _started_from(
             f"no process of this job is left in training: it goes on from {written} "
             "(resume_from_checkpoint=False starts anew)"
         )
-        if (
-            runtime.manager is not None and runtime.leader
-        ):  # it is in the quorum from an earlier training
+        # A later training of the script: this process is in the quorum already.
+        if runtime.manager is not None and runtime.leader:
             runtime.saved.trains()
     starts[number - 1 :] = [given]
     path.parent.mkdir(parents=True, exist_ok=True)

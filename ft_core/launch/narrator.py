@@ -35,7 +35,7 @@ class Narrator:
     | how many replica groups train, and at which lighthouse | the first member |
     | a group is gone: it died, left, or was evicted | the first member; not of deaths that the supervisor of all groups tells |
     | a group is back; if its process did not die, why the others had gone on without it | that group |
-    | steps are lost with all that held them | the first member |
+    | the job goes back, since no group that is here holds its newest step | the first member |
     | a step is discarded again and again | the first member |
 
     Args:
