@@ -379,14 +379,15 @@ class CheckpointMixin(_Base):
         folder, resumption = ends_folder(), self._resumption
         if not folder or resumption is None:
             return
-        number = resumption.ends_with(filepath)
-        if number and os.path.getsize(filepath) + _kept_in(folder) <= END_BYTES:
-            path = os.path.join(folder, f"{number}.ckpt")
-            try:
+        if not (number := resumption.ends_with(filepath)):
+            return
+        path = os.path.join(folder, f"{number}.ckpt")
+        try:
+            if os.path.getsize(filepath) + _kept_in(folder) <= END_BYTES:
                 shutil.copyfile(filepath, path)
                 resumption.has_moved(number, path)
-            except OSError as error:
-                log.warning("the end of fit %s could not be kept (%s)", number, error)
+        except OSError as error:  # of a file that is gone, too
+            log.warning("the end of fit %s could not be kept (%s)", number, error)
 
     def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """As it is until the next update."""
