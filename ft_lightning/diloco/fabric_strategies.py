@@ -214,14 +214,16 @@ class FabricPeriodicMixin(FTFabricMixin):
         return packed
 
     def _load(self, packed: dict[str, Any]) -> None:
-        state = inner_steps.unpack(packed)
+        super()._load(inner_steps.unpack(packed))
+
+    def _take(self, state: dict[str, Any]) -> None:
         groups = zip(state["optimizers"], self._optimizers, strict=True)
         # A peer's learning rates, but this group's own moments; the models are the algorithm's.
         state["optimizers"] = [
             {"state": mine.state_dict()["state"], "param_groups": theirs} for theirs, mine in groups
         ]
         state["models"] = [model.state_dict() for model in self._models]
-        super()._load(state)
+        super()._take(state)
         self.algorithm.local_step = state["local_step"]
 
 

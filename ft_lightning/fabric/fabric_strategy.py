@@ -467,6 +467,10 @@ class FTFabricMixin(FabricSavesMixin):
             return
         if why := self._lost_place(state):
             raise RuntimeError(why)
+        self._take(state)
+
+    def _take(self, state: dict[str, Any]) -> None:
+        """Load `state`: this loop can go on at its place."""
         self._healed = True
         self._window.place = WindowPlace(*state["window"])
         self._window.results = list(state["results"])
