@@ -359,22 +359,8 @@ class Groups:
 
     # ------------------------------------------------------------------ faults
 
-    def _mislead(self, rng: random.Random) -> None:
-        """The address leads to one lighthouse, the other, or both in turn, and groups are cut off from one."""
-        limit_s = self.profile.timeouts.heartbeat_timeout_s
-        for _ in range(rng.choice((1, 2, 5))):
-            when = rng.uniform(0.0, self.faulty_s - 0.1)
-            self.clock.at(when, self.lighthouses.lead, rng.choice(((0,), (1,), (0, 1))))
-            if rng.random() < 0.3:
-                self.clock.at(when, self.lighthouses.pause, 1, rng.choice((0.5, 3.0)) * limit_s)
-            if rng.random() < 0.5:
-                self.clock.at(when, self._cut, rng.choice(self.slots), rng.randrange(2))
-
-    def _cut(self, slot: str, home: int) -> None:
-        """The group of `slot` can't reach one of the lighthouses."""
-        for group in self.living.values():
-            if group.slot == slot:
-                self.network.cut(group.link, home)
+    def _links(self, slot: str) -> list[Link]:
+        return [group.link for group in self.living.values() if group.slot == slot]
 
     def strike(self, kind: str) -> None:
         """Let a fault of this kind happen to some group now."""
@@ -438,7 +424,8 @@ class Groups:
         for home in range(self.homes):
             self.clock.at(0.0, self.lighthouses.start, home)
         if self.homes > 1:
-            self._mislead(random.Random(f"front {self.seed}"))
+            front = random.Random(f"front {self.seed}")
+            self.lighthouses.mislead(front, self.faulty_s, self.slots, self._links)
         for slot in self.slots:
             self.clock.at(self.rng.random() * 0.3, self.spawn, slot)
         kinds = self.rng.sample(self.kinds, min(self.rng.randint(1, 4), len(self.kinds)))

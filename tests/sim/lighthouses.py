@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -77,6 +77,28 @@ class Lighthouses:
 
     def lead(self, homes: Sequence[int]) -> None:
         self.open = list(homes)
+
+    def mislead(
+        self,
+        rng: random.Random,
+        until_s: float,
+        slots: Sequence[str],
+        links: Callable[[str], Iterable[Link]],
+    ) -> None:
+        """The address leads to one of two lighthouses, the other, or both in turn, and what is in a slot
+        (`links` of it) is cut off from one."""
+        for _ in range(rng.choice((1, 2, 5))):
+            when = rng.uniform(0.0, until_s - 0.1)
+            self.clock.at(when, self.lead, rng.choice(((0,), (1,), (0, 1))))
+            if rng.random() < 0.3:
+                limit_s = self.config.timeouts.heartbeat_timeout_s
+                self.clock.at(when, self.pause, 1, rng.choice((0.5, 3.0)) * limit_s)
+            if rng.random() < 0.3:
+                self.clock.at(when, self._cut, links, rng.choice(slots), rng.randrange(2))
+
+    def _cut(self, links: Callable[[str], Iterable[Link]], slot: str, home: int) -> None:
+        for link in links(slot):
+            self.network.cut(link, home)
 
     # ------------------------------------------------------------------ ends and starts
 

@@ -20,6 +20,7 @@ from lighthouse.machine.job import JobState
 from lighthouse.machine.members import History, Members
 from lighthouse.wire.messages import Term
 from tests.sim.cluster import Cluster
+from tests.sim.network import Link
 from tests.sim.profile import Profile, profile_of
 from tests.sim.run import Result, run
 
@@ -40,24 +41,15 @@ def two_lighthouses(seed: int) -> Result:
 
 def _prepare(cluster: Cluster, profile: Profile, seed: int) -> None:
     rng, clock = random.Random(f"front {seed}"), cluster.clock
+
+    def links(slot: str) -> list[Link]:
+        return [process.link for process in cluster.running.values() if process.slot == slot]
+
     clock.at(0.0, cluster.lighthouses.start, 1)
-    for _ in range(rng.choice((1, 2, 5))):
-        when = rng.uniform(0.0, profile.faulty_s - 0.1)
-        clock.at(when, cluster.lighthouses.lead, rng.choice(((0,), (1,), (0, 1))))
-        if rng.random() < 0.3:
-            limit = profile.timeouts.heartbeat_timeout_s
-            clock.at(when, cluster.lighthouses.pause, 1, rng.choice((0.5, 3.0)) * limit)
-        if rng.random() < 0.3:
-            clock.at(when, _cut, cluster, rng.choice(profile.slots), rng.randrange(2))
+    cluster.lighthouses.mislead(rng, profile.faulty_s, profile.slots, links)
     clock.at(profile.faulty_s - 0.02, cluster.network.mend)
     clock.at(profile.faulty_s - 0.02, cluster.lighthouses.lead, (0,))
     clock.at(profile.faulty_s - 0.01, cluster.lighthouses.crash, 1)
-
-
-def _cut(cluster: Cluster, slot: str, home: int) -> None:
-    process = cluster.process_in(slot)
-    if process is not None:
-        cluster.network.cut(process.link, home)
 
 
 def first_complaint(seeds: int) -> str:
