@@ -295,10 +295,10 @@ class Slot:
         at = child * _SLOT_BYTES
         return None if self._get(at + _DEAD_AT) else _card_in(self._memory, at, rank)
 
-    def step_of(self, child: int) -> int:
-        """The step of a child's last commit; -1: none."""
-        step: int = _PROGRESS.unpack_from(self._memory, child * _SLOT_BYTES + _PROGRESS_AT)[0]
-        return step
+    def progress_of(self, child: int) -> tuple[int, int]:
+        """The step of a child's last commit (-1: none), and how many it has made."""
+        step, commits = _PROGRESS.unpack_from(self._memory, child * _SLOT_BYTES + _PROGRESS_AT)
+        return step, commits
 
     def keepers_card(self, rank: int = 0) -> dict[str, Any] | None:
         """What the keeper has said about a rank's part; None: nothing, or it is just being written."""

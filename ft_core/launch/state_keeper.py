@@ -122,7 +122,7 @@ class StateKeeper:
             sources = [Card.of(row) for row in rows if row is not None]
             if len(sources) < first.parts:
                 return False  # they are on another machine, or just writing
-            step = self._board.step_of(child) + 1 + ahead if first.parts > 1 else NEXT.step
+            step = NEXT.step if first.parts == 1 else self._board.progress_of(child)[0] + 1 + ahead
             deadline = time.monotonic() + max(self.patience_s, 2 * self._every_s)
             version, nbytes = self._fetch_parts(sources, step, deadline)
             if version is None:
@@ -219,18 +219,20 @@ class StateKeeper:
         """K1: the rank's card, when it says that it has committed a step from `version`; else None.
 
         Until then the card may show an older version: one that was published for this fetch, and retired
-        before the server's thread could begin with it.
+        before the server's thread could begin with it. The next commit may be that of `version`, and
+        another rank's card comes before the one after it. If it has not come by then, the loop has
+        changed what it showed.
         """
-        overdue = Overdue()
+        overdue, decided = Overdue(), self._board.progress_of(child)[1] + 2
         while not overdue.passed(deadline, time.monotonic()):
+            late = self._board.progress_of(child)[1] >= decided  # looked at before the card
             row = self._board.card(child, rank)
             if row is not None:  # else it is dead, or just writing
                 card = Card.of(row)
                 shown = card.version
                 if shown is not None and HealKey(shown.step, shown.lineage) == version:
                     return card
-                passed = shown is not None and shown != source.version and shown.step > version.step
-                if passed or card.address != source.address:
+                if late or card.address != source.address:
                     return None
             time.sleep(CONFIRMED_EVERY_S)
         return None

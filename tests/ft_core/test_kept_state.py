@@ -105,8 +105,9 @@ def test_all_die_and_go_on_from_what_is_kept(board: Board) -> None:
 
 
 def test_a_loop_that_changes_its_state_before_each_vote_is_kept(board: Board) -> None:
-    """As a forward changes a queue of keys, or a code book."""
-    with lighthouse() as server, keeper(board) as kept:
+    """As a forward changes a queue of keys, or a code book. The keeper does not wait for a version that was
+    fetched before the loop changed it."""
+    with lighthouse() as server, keeper(board, patience_s=1000.0) as kept:
         a = Replica(server, "a", expected_replicas=1)
         queue = torch.zeros(LARGE_BYTES // 4)
         a.manager.register_state_dict_fn("queue", queue.copy_, lambda: queue)
