@@ -218,8 +218,15 @@ class Slot:
     def has_passed(self, number: int) -> bool:
         """Whether another process of this supervisor has ended training `number` of the script that both
         run, or is in a later one. Never where other machines train, too: it can't see them."""
-        others = (at for at in self._living() if at != self._at)
-        return self.whole and any(self._is_past(at, number) for at in others)
+        return self.whole and any(self._is_past(at, number) for at in self._others())
+
+    def all_have_passed(self, number: int) -> bool:
+        """The same of all others that live, of which there is one at least."""
+        others = self._others()
+        return self.whole and bool(others) and all(self._is_past(at, number) for at in others)
+
+    def _others(self) -> list[int]:
+        return [at for at in self._living() if at not in (self._at, self._keepers_at)]
 
     def _is_past(self, at: int, training: int) -> bool:
         told = self._get(at + _TRAINING_AT)

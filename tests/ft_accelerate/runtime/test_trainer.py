@@ -324,12 +324,13 @@ def test_all_die_and_the_job_goes_on_from_the_checkpoint_that_it_has_written(
 
 
 def test_one_that_comes_after_the_last_step_does_not_say_that_it_goes_on(tmp_path: Path) -> None:
-    """It finds its job's checkpoint, and nobody in training: the other has left, and goes on with its script."""
+    """It finds its job's checkpoint, and nobody in training: the other has left, and goes on with its script.
+    It does not wait for the connect timeout to learn that."""
     command = launched(
         TRAINER,
         tmp_path,
         2,
-        {"min_replicas": 1},
+        {"min_replicas": 1, "timeout_s": 600},
         "--save_steps",
         "4",
         "--max_steps",

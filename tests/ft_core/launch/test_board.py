@@ -120,6 +120,7 @@ def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
         assert mine._leader_writes(1)
         leader.training(1, over=True)
         assert mine.has_passed(1) and not mine.has_passed(2)
+        assert not mine.all_have_passed(1) and not leader.all_have_passed(1), "one trains on"
         mine.await_leader(1)
         leader.training(2, over=False)
         assert mine.has_passed(1) and not mine.has_passed(2)
@@ -127,6 +128,10 @@ def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
         made.died(1)
         assert not mine.has_passed(1)
         assert mine._leader_writes(1), "the one that was stopped leads again"
+        stopped.training(1, over=True)
+        assert mine.all_have_passed(1) and not mine.all_have_passed(2)
+        made.died(2)
+        assert not mine.all_have_passed(1), "none is left that has"
 
 
 def test_nothing_is_taken_over_where_other_machines_train() -> None:
