@@ -52,7 +52,6 @@ from ft_core.launch.supervisor import age_s, die_with, say
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import TrainingOver
-from lighthouse.wire.messages import OVER
 
 log = logging.getLogger("ft_accelerate")
 
@@ -60,8 +59,6 @@ UNREACHABLE_PAUSE_S = 0.05
 PATIENCE = 0.25
 """Of the timeout: how long a header waits for processes that may be at a gradient step without one."""
 EARLY_EXIT_CODE = 1
-TRAINING = 1
-"""The number of the training on the supervisor's board: a script has one."""
 
 
 class Runtime:
@@ -525,7 +522,7 @@ class Runtime:
                 self._connect()
             self._aside = False
             try:
-                self._refuse_if_over()
+                self.group_ranks.refuse_if_over()
                 self._start(at)
             except TrainingOver as error:
                 # Nothing is left to do, and nothing has failed.
@@ -547,22 +544,12 @@ class Runtime:
             self._keep_peers_going()
             return
 
-    def _refuse_if_over(self) -> None:
-        """Raise TrainingOver if all peers have ended the training. So does the lighthouse, but only after
-        the connect timeout: until then, others could come and begin it anew."""
-        if self.group_ranks.from_rank_0(lambda: slot().all_have_passed(TRAINING)):
-            raise TrainingOver(f"{OVER} in all other processes")
-
-    def _tell_training(self, *, over: bool) -> None:
-        if self.group_ranks.place.group_rank == 0:
-            slot().training(TRAINING, over=over)
-
     def _connect(self) -> None:
         """Make the manager, with the state that all processes of this group begin with."""
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._sigterm.watch()  # a handler of the script's own stays
         self.startup.close()
-        self._tell_training(over=False)
+        self.group_ranks.tell_training(over=False)
         allow_objects = self.options.heal_allow_objects
         manager = self.group_ranks.manager(self.prepared.device)
         manager.set_state_dict_fns(self._load, self._dump)
@@ -703,7 +690,7 @@ class Runtime:
         self.group_ranks.close()
         if finished:
             self.comes_to_another_place()
-            self._tell_training(over=True)
+            self.group_ranks.tell_training(over=True)
             if self.leadership.holds:
                 self.saved.forget()
         else:
