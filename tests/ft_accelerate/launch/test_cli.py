@@ -90,9 +90,10 @@ def test_plain_python_is_protected_by_the_environment(tmp_path: Path) -> None:
     """By the entry point; and `python -m ft_accelerate.run` without it."""
     script = tmp_path / "alone.py"
     script.write_text(
-        "import sys\n"
+        "import gc, sys\n"
         "from accelerate import Accelerator\n"
         "from ft_accelerate.runtime import process as processes\n"
+        "assert gc.isenabled()\n"
         "accelerator = Accelerator(cpu=True)\n"
         "print('protected', processes.current().live, accelerator.num_processes, sys.argv[1:])\n"
     )
