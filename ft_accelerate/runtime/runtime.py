@@ -247,7 +247,7 @@ class Runtime:
 
     def _arrived(self) -> None:
         """The script stands where its peers' window began: forget what it did while it fast-forwarded."""
-        self._restore(models=True)
+        self._restore(models=True, arrived=False)
         for optimizer in self.prepared.optimizers:
             optimizer.zero_grad()
 
@@ -295,7 +295,7 @@ class Runtime:
         if text := self._catch_up.news(now):
             self._tell(text)
 
-    def _restore(self, *, models: bool, arrived: bool = False) -> None:
+    def _restore(self, *, models: bool, arrived: bool) -> None:
         thaw(self.prepared.registered)
         if (healed := self._healed) is not None:
             states.restore(self.prepared.accelerators, healed, models=models, arrived=arrived)
@@ -609,7 +609,7 @@ class Runtime:
         if target.begun > self.position.begun:
             raise TrainingOver(LATER)
         self._healed = state
-        self._restore(models=True)
+        self._restore(models=True, arrived=False)
         self.position.relocate(target)
         if self.position.remembers:
             freeze(self.prepared.registered)
