@@ -518,11 +518,11 @@ class Runtime:
         """
         while True:
             self._end_if_told()
-            if self.manager is None:
-                self._connect()
-            self._aside = False
+            first, self._aside = self.manager is None, False
             try:
-                self.group_ranks.refuse_if_over()
+                self.group_ranks.refuse_if_over(together=first)
+                if first:
+                    self._connect()
                 self._start(at)
             except TrainingOver as error:
                 # Nothing is left to do, and nothing has failed.

@@ -199,11 +199,15 @@ class GroupRanks:
         mine = self.options.job_id
         return any(job["job_id"] == mine and job["highest_step"] > 0 for job in jobs)
 
-    def refuse_if_over(self) -> None:
+    def refuse_if_over(self, *, together: bool) -> None:
         """Raise TrainingOver if all other groups have ended the training. So does the lighthouse, but only
-        after the connect timeout: until then others could come, and begin it anew with this one. A
-        collective of the group."""
-        if self.from_rank_0(lambda: slot().all_have_passed(TRAINING)):
+        after the connect timeout: until then others could come, and begin it anew with this one.
+
+        `together`: all processes of the group call it at the same place. If not, it is left to the
+        lighthouse where there are several.
+        """
+        asks = together or self.place.group_world_size == 1
+        if asks and self.from_rank_0(lambda: slot().all_have_passed(TRAINING)):
             raise TrainingOver(f"{OVER} in all other processes")
 
     def tell_training(self, *, over: bool) -> None:
