@@ -182,6 +182,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         if where is not Where.ROUND:
             self._before_rounds.discard(self._votes)
         try:
+            if self._sigterm.noted and not manager.in_quorum():
+                self._sigterm.end()  # it came before: others may never come
             # Between steps the weights are in use: a validation is computed with one set of them.
             manager.start_quorum(takes_state=where is not Where.ROUND)
             while self._visit is not None:

@@ -205,6 +205,8 @@ class StepDriver:
         """Begin an attempt at a step (or a round). Raises as `Manager.start_quorum`."""
         self._starting, self._place = threading.get_ident(), place
         try:
+            if self._trainer.received_sigterm and not self._manager.in_quorum():
+                self._leave()  # it came before: there is no step to finish, and others may never come
             # Between batches the weights are in use: a validation is computed with one set of them.
             self._manager.start_quorum(takes_state=place is not Place.ROUND)
             while self._visit is not None:

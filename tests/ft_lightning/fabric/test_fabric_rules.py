@@ -229,6 +229,20 @@ def test_sigterm_ends_the_process_after_the_step_under_way(fabric: Any) -> None:
         signal.signal(signal.SIGTERM, former)
 
 
+def test_sigterm_ends_a_process_that_would_have_to_wait_for_peers(fabric: Any) -> None:
+    """Its step was lost with the quorum, which may never come back: all were told to end."""
+    model, optimizer, loader = ready(fabric, data())
+    seen = []
+    with pytest.raises(SystemExit) as end:
+        for (batch,) in loader:
+            seen.append(float(batch[0]))
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            os.kill(os.getpid(), signal.SIGTERM)
+            fabric.strategy.manager.rejoin("the others have left")
+    assert (seen, end.value.code) == ([0.0], 143)
+
+
 def test_what_comes_too_late_or_cannot_work_is_said(fabric: Any) -> None:
     model, optimizer, loader = ready(fabric, data())
     net = nn.Linear(1, 1)

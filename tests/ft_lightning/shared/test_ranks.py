@@ -18,7 +18,7 @@ from ft_core.launch.rank_group import free_port
 from ft_core.launch.restarts import BROKEN_EXIT_CODE
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Line, Run, compare, running
-from tests.harness.waiting import gone, until
+from tests.harness.waiting import PATIENCE_S, gone, until
 
 pytestmark = pytest.mark.process
 WORKER = Path(__file__).parents[1] / "fabric" / "fabric_worker.py"
@@ -233,31 +233,38 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
     assert left_in_peace(events, "1")
 
 
+@pytest.mark.parametrize("waits", [True, False])
 def test_a_trainer_that_waits_for_a_quorum_ends_when_it_is_told_to(
-    coordinator: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+    coordinator: LighthouseServer, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """It has no step to finish, and no other member may ever come."""
+    """It has no step to finish, and no other member may ever come. Told while it waits, or just before."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning leaves it set
     from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import LambdaCallback
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     job, alone = uuid.uuid4().hex, {"min_replicas": 2, "num_replica_groups": 2}
-    strategy = ft_lightning.FTDDPStrategy(
-        replica_name="0", lighthouse=coordinator.address(), job_id=job, **alone
-    )
+    where = {"lighthouse": coordinator.address(), "job_id": job, "quorum_timeout_s": PATIENCE_S}
+    strategy = ft_lightning.FTDDPStrategy(replica_name="0", **where, **alone)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **quiet)
 
-    def tell() -> None:
+    def tell(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def tell_when_it_waits() -> None:
         until(
             lambda: any(r["job_id"] == job and r["waiting"] for r in coordinator.status()["jobs"])
         )
-        os.kill(os.getpid(), signal.SIGTERM)
+        tell()
 
     before = signal.getsignal(signal.SIGTERM)
-    teller = threading.Thread(target=tell)
+    teller = threading.Thread(target=tell_when_it_waits if waits else lambda: None)
     teller.start()
+    callbacks = [] if waits else [LambdaCallback(on_train_start=tell)]
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, callbacks=callbacks, **quiet
+    )
     with pytest.raises(SIGTERMException):
         trainer.fit(BoringModel())
     teller.join()
