@@ -370,24 +370,24 @@ class CheckpointMixin(_Base):
 
     def _remove(self, filepath: Any) -> None:
         if self.is_global_zero and self._checkpoints.may_remove(filepath):
-            self._keep_an_end(filepath)
+            self._keep_for_earlier(filepath)
             super().remove_checkpoint(filepath)
 
-    def _keep_an_end(self, filepath: Any) -> None:
-        """A callback of this fit removes what one of an earlier fit has saved: if that is the end of that
-        fit, with which it is passed over, it is copied to the supervisor's folder."""
+    def _keep_for_earlier(self, filepath: Any) -> None:
+        """A callback of this fit removes what one of an earlier fit has saved: if that fit is passed over
+        with it, or it is its best, which the script may read then, it is copied to the supervisor's folder."""
         folder, resumption = ends_folder(), self._resumption
         if not folder or resumption is None:
             return
-        if not (number := resumption.ends_with(filepath)):
+        if not (numbers := resumption.needed_by(filepath)):
             return
-        path = os.path.join(folder, f"{number}.ckpt")
+        path = os.path.join(folder, f"{numbers[-1]}-{len(os.listdir(folder))}.ckpt")
         try:
             if os.path.getsize(filepath) + _kept_in(folder) <= END_BYTES:
                 shutil.copyfile(filepath, path)
-                resumption.has_moved(number, path)
+                resumption.has_moved(numbers, filepath, path)
         except OSError as error:  # of a file that is gone, too
-            log.warning("the end of fit %s could not be kept (%s)", number, error)
+            log.warning("checkpoint %s of an earlier fit could not be kept (%s)", filepath, error)
 
     def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """As it is until the next update."""

@@ -129,10 +129,10 @@ class Resumption:
         """The fit has been passed over: its results are here. Returns a sentence for the user."""
         for name, value in self._known.get("metrics", {}).items():
             self._trainer.callback_metrics[name] = torch.tensor(value)
+        moved = self._known.get("moved", {})
         for callback in self._trainer.checkpoint_callbacks:  # for `test(ckpt_path="best")`
-            best = getattr(callback, "best_model_path", "")
-            if best and os.path.abspath(best) == self._known.get("removed"):
-                callback.best_model_path = self.source
+            if (best := _best_of(callback)) in moved:
+                callback.best_model_path = moved[best]
         return f"training {self.number} of the script is over; its state is that of {self.source}"
 
     def has_ended(self) -> bool:
@@ -199,25 +199,32 @@ class Resumption:
             self._known["finished"] = self._trainer.global_step
             metrics = self._trainer.callback_metrics
             self._known["metrics"] = {name: float(value) for name, value in metrics.items()}
+            self._known["best"] = [_best_of(each) for each in self._trainer.checkpoint_callbacks]
             self._change(lambda fits: {**fits, self.number: self._known})
 
-    def ends_with(self, path: Any) -> str:
-        """The number of the finished fit that is passed over with this checkpoint; "": of none."""
+    def needed_by(self, path: Any) -> list[str]:
+        """The numbers of the finished fits that are passed over with this checkpoint, or have it as their best."""
         local = local_path(path)
-        if local is None:
-            return ""
-        fits = self._fits().items()
-        return next((n for n, fit in fits if _end_of(fit) == os.path.abspath(local)), "")
+        if local is None or not local.exists():
+            return []
+        path = os.path.abspath(local)
+        return [
+            number
+            for number, fit in self._fits().items()
+            if path == _end_of(fit) or ("finished" in fit and path in fit.get("best", ()))
+        ]
 
-    def has_moved(self, number: str, path: str) -> None:
-        """The last checkpoint of fit `number` is at `path` from now on, and goes where it was."""
+    def has_moved(self, numbers: list[str], path: Any, copy: str) -> None:
+        """A checkpoint of these fits is at `copy` from now on, and goes where it was."""
+        path = os.path.abspath(local_path(path) or path)
 
-        def change(fits: dict[str, Any]) -> dict[str, Any]:
-            *earlier, (removed, step) = fits[number]["saves"]
-            fit = {**fits[number], "saves": [*earlier, [path, step]], "removed": removed}
-            return {**fits, number: fit}
+        def moved(fit: dict[str, Any]) -> dict[str, Any]:
+            saves = [[copy if where == path else where, step] for where, step in fit["saves"]]
+            return {**fit, "saves": saves, "moved": {**fit.get("moved", {}), path: copy}}
 
-        self._change(change)
+        self._change(
+            lambda fits: {n: moved(fit) if n in numbers else fit for n, fit in fits.items()}
+        )
 
     # ------------------------------------------------------------------ the file
 
@@ -251,6 +258,13 @@ class Resumption:
         for each in (self._trainer._checkpoint_connector, self._trainer.fit_loop):
             if adopted(each):
                 release(each)
+
+
+def _best_of(callback: Any) -> str:
+    """The path of its best checkpoint; "": it has none on this machine."""
+    best = getattr(callback, "best_model_path", "")
+    local = local_path(best) if best else None
+    return "" if local is None else os.path.abspath(local)
 
 
 def _end_of(fit: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "validates": False,  # after each fit
     "tests": False,  # the best checkpoint, after each fit
     "unlike": False,  # the groups begin with weights of their own
+    "scores": [],  # of each epoch's validation: the checkpoint with the lowest is the best, and is kept
     "again": False,  # one Trainer and one model: a later fit trains them on
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
@@ -43,9 +44,10 @@ OPTIONS: dict[str, Any] = {
 
 
 class Model(LightningModule):
-    def __init__(self, number: int, files: Log, stops: bool) -> None:
+    def __init__(self, number: int, files: Log, options: dict[str, Any]) -> None:
         super().__init__()
-        self.number, self.files, self.stops = number, files, stops
+        self.number, self.files, self.stops = number, files, options["stops"]
+        self.scores = options["scores"]
         self.net = nn.Linear(8, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -70,6 +72,8 @@ class Model(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        if self.scores:
+            self.log("score", self.scores[self.current_epoch])
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
@@ -103,6 +107,8 @@ def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Train
     mine = int(os.environ.get("REPLICA_GROUP_ID", "0")) if options["unlike"] else 0
     seed_everything(number + 100 * mine, verbose=False)
     periodic = "sync_every" in options["strategy"]
+    callbacks: list[Callback] = [StochasticWeightAveraging(0.01, 1)] if options["averages"] else []
+    callbacks += [ModelCheckpoint(monitor="score")] if options["scores"] else []
     strategy = ft_lightning.FTDiLoCoStrategy if periodic else ft_lightning.FTDDPStrategy
     trainer = Trainer(
         accelerator="cpu",
@@ -110,11 +116,11 @@ def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Train
         strategy=strategy(**options["strategy"]),
         max_epochs=options["epochs"],
         plugins=[HoldingIO(files)],
-        callbacks=[StochasticWeightAveraging(0.01, 1)] if options["averages"] else [],
+        callbacks=callbacks,
         default_root_dir=options["log"],
         enable_checkpointing=options["checkpoints"],
     )
-    return Model(number, files, options["stops"]), trainer
+    return Model(number, files, options), trainer
 
 
 def main(options: dict[str, Any]) -> None:

@@ -111,10 +111,13 @@ def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(tmp_path: Pa
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-def test_a_fit_is_passed_over_whose_checkpoint_a_later_one_has_removed(tmp_path: Path) -> None:
-    """One Trainer with Lightning's default callbacks, which trains on: its second fit keeps its newest
-    checkpoint only. Group 1 dies after that, in the second fit."""
-    options: dict[str, Any] = {"devices": 2, "again": True, "tests": True}
+@pytest.mark.parametrize("scores", [[], [2.0, 3.0, 1.0, 4.0]])
+def test_a_fit_is_passed_over_whose_checkpoint_a_later_one_has_removed(
+    tmp_path: Path, scores: list[float]
+) -> None:
+    """One Trainer, which trains on: its second fit keeps its newest checkpoint only (Lightning's default), or
+    its best, which it has removed then. Group 1 dies after that, in the second fit."""
+    options: dict[str, Any] = {"devices": 2, "again": True, "tests": True, "scores": scores}
     with running(tmp_path, worker=WORKER, holds=["step:2:13"], **options) as run:
         supervisor = run.start()
         for name in (0, 1):
