@@ -210,6 +210,29 @@ class Batches:
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
 
+    @staticmethod
+    def loaded_in(trainer: Any) -> float:
+        """The epoch in which Lightning has asked for the training loaders."""
+        epoch: float = trainer.fit_loop._last_train_dl_reload_epoch
+        return epoch
+
+    def reload(self, trainer: Any, epoch: float) -> None:
+        """With `reload_dataloaders_every_n_epochs`: have the loaders that a peer has asked for in `epoch`. Call
+        `jump` next."""
+        fit_loop = trainer.fit_loop
+        if not trainer.reload_dataloaders_every_n_epochs or self.loaded_in(trainer) == epoch:
+            return
+        current, now = fit_loop.epoch_progress.current, fit_loop.epoch_progress.current.completed
+        the_loops = {"_data_fetcher": fit_loop._data_fetcher}
+        fit_loop._last_train_dl_reload_epoch = float("-inf")
+        current.completed = epoch  # for which `train_dataloader` may ask
+        try:
+            fit_loop.setup_data()
+        finally:
+            current.completed = now
+            vars(fit_loop).update(the_loops)  # the loop under way holds it
+        fit_loop._data_fetcher.setup(fit_loop._combined_loader)
+
     # ------------------------------------------------------------------ resumed within an epoch
 
     def read_so_far(self, trainer: Any) -> dict[str, int]:

@@ -80,6 +80,7 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
         "metrics": metrics,
         "logs": log_places(trainer),
         "trained": finetuning.trained(trainer),
+        "loaded_in": Batches.loaded_in(trainer),
     }
 
 
@@ -141,6 +142,7 @@ def restore(
         batches_done(trainer),
         trainer.global_step,
     )
+    batches.reload(trainer, state["loaded_in"])
     if epochs_done(trainer) != epoch_before:
         # What was logged in the epoch that this group was in is not of this one.
         trainer.fit_loop.epoch_loop._results.reset()

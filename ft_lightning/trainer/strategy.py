@@ -658,8 +658,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 def schema(trainer: Any) -> dict[str, str]:
     """What replica groups must have in common; one that differs is refused when it joins."""
     module = trainer.lightning_module
+    reloads = trainer.reload_dataloaders_every_n_epochs  # each epoch may have another number
     return {
-        "batches an epoch": str(trainer.num_training_batches),
+        "batches an epoch": "" if reloads else str(trainer.num_training_batches),
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "precision": str(trainer.precision),
         "gradient clipping": f"{trainer.gradient_clip_val} {trainer.gradient_clip_algorithm}",

@@ -12,11 +12,11 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import ft_lightning
 from tests.harness.script import Log, digest, options_of, process_name
@@ -35,6 +35,7 @@ OPTIONS: dict[str, Any] = {
     "tests": False,  # the best checkpoint, after each fit
     "unlike": False,  # the groups begin with weights of their own
     "scores": [],  # of each epoch's validation: the checkpoint with the lowest is the best, and is kept
+    "grows": False,  # the data: each epoch asks for loaders of more samples
     "again": False,  # one Trainer and one model: a later fit trains them on
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
@@ -103,6 +104,18 @@ def data(fold: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(images, labels), 4)
 
 
+class Growing(LightningDataModule):
+    """8 samples in the first epoch, and 8 more in each."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        whole = data(1).dataset
+        return DataLoader(Subset(whole, range(8 + 8 * self.trainer.current_epoch)), 4)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return data(-1)
+
+
 def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Trainer]:
     mine = int(os.environ.get("REPLICA_GROUP_ID", "0")) if options["unlike"] else 0
     seed_everything(number + 100 * mine, verbose=False)
@@ -117,6 +130,7 @@ def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Train
         max_epochs=options["epochs"],
         plugins=[HoldingIO(files)],
         callbacks=callbacks,
+        reload_dataloaders_every_n_epochs=int(options["grows"]),
         default_root_dir=options["log"],
         enable_checkpointing=options["checkpoints"],
     )
@@ -136,7 +150,8 @@ def main(options: dict[str, Any]) -> None:
         else:
             model.number = number
             trainer.fit_loop.max_epochs += options["epochs"]
-        trainer.fit(model, data(number), data(-number), ckpt_path=options["ckpt_path"])
+        loaders = (Growing(),) if options["grows"] else (data(number), data(-number))
+        trainer.fit(model, *loaders, ckpt_path=options["ckpt_path"])
         files.append(
             "fits",
             fit=number,

@@ -136,6 +136,30 @@ def test_a_fit_is_passed_over_whose_checkpoint_a_later_one_has_removed(
     assert theirs == [mine[0], *mine]
 
 
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_loaders_that_are_reloaded_in_each_epoch_are_its_peers(
+    tmp_path: Path, checkpoints: bool
+) -> None:
+    """The third epoch has more batches than those before, in one of which a group that comes back begins."""
+    options: dict[str, Any] = {"devices": 2, "fits": 1, "epochs": 4, "grows": True}
+    with running(
+        tmp_path, worker=WORKER, holds=["step:1:4"], checkpoints=checkpoints, **options
+    ) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "step:1:4")
+        asked = run.events(1, *ASKS)
+        os.kill(run.lines(1, "trained")[0]["pid"], signal.SIGKILL)
+        run.until(lambda: run.events(1, *ASKS) > asked, "the next life to ask for a quorum")
+        run.go("step:1:4")
+        run.wait(supervisor)
+    mine, theirs = (results(run, name) for name in (0, 1))
+    assert [line["step"] for line in mine] == [1 + 2 + 3 + 4]
+    assert theirs == mine
+    trained = [line["step"] for line in run.lines(1, "trained")]
+    assert trained == [*range(4), *range(5, 10)]
+
+
 def test_the_leader_dies_before_it_has_recorded_the_end_of_a_fit(tmp_path: Path) -> None:
     """A fit that stopped early: no counter says that it is over. The other, which is at its end, too, records
     it; and both train the next one."""
