@@ -156,6 +156,10 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         """Be in a quorum. For a round: sets `_lost` if this group is behind."""
         raise NotImplementedError
 
+    def _follow_quorum(self) -> None:
+        """Call `_on_quorum` if this process's part in the quorum has changed."""
+        raise NotImplementedError
+
     def _meets(self) -> bool:
         """Whether a round is possible here."""
         manager = self._manager
@@ -225,6 +229,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         committed = manager.should_commit(patience, no_update=True, admits=admits)
         self._votes += committed
         self._where, self._open = None, False
+        if committed:
+            self._follow_quorum()
         if not committed and put_back is not None:
             put_back()  # the discard has undone the forward's statistics
         return committed

@@ -195,12 +195,16 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._starting = False
             self._where = where if where is Where.ROUND else None
         self._open = where is not Where.ROUND
-        part = manager.step.part
+        self._follow_quorum()
+        if self._part is not None and where is not Where.ROUND:
+            self._follow_share(self._part, where)
+
+    def _follow_quorum(self) -> None:
+        """Call `_on_quorum` if this process's part in the quorum has changed."""
+        part = None if self._manager is None else self._manager.step.part
         if part is not None and part is not self._part:
             self._part = part
             self._on_quorum()
-            if where is not Where.ROUND:
-                self._follow_share(part, where)
 
     def _follow_share(self, part: Participation, where: Where) -> None:
         """Read the share of the data that this group has been given: from the batch on that is about to be
@@ -287,6 +291,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         committed = manager.should_commit(admits=self._may_heal_next())
         self._votes += committed
         self._open = False
+        if committed:
+            self._follow_quorum()  # it may have changed while the step had reduced nothing yet
         if committed and self._healed:
             # It was evicted while it computed: its loop is not at its peers' place.
             manager.rejoin("healed within a step")

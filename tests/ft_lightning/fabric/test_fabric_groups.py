@@ -362,6 +362,38 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     assert wanted[lost.split()[0]] in str(second)
 
 
+def test_the_next_leader_logs_the_step_in_which_it_has_become_one(
+    two: Groups, server: LighthouseServer
+) -> None:
+    """The leader leaves when the other has begun a batch, of which nothing is reduced yet."""
+    fetched = threading.Event()
+
+    def alone(fabric: Any) -> bool:
+        part = fabric.strategy.manager.in_quorum()
+        return part is not None and part.replica_world_size == 1
+
+    def body(fabric: Any, index: int) -> Any:
+        net = nn.Linear(1, 1)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        data = TensorDataset(torch.arange(12.0).reshape(-1, 1))
+        logged = []
+        for step, (batch,) in enumerate(fabric.setup_dataloaders(DataLoader(data, 2))):
+            if step == 1 and index == 0:
+                assert fetched.wait(PATIENCE_S)
+                return logged
+            if step == 1:
+                fetched.set()
+                two.until_gone(0, server)
+                until(lambda: alone(fabric), "a quorum of its own")
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            if fabric.is_global_zero:
+                logged.append(step)
+        return logged
+
+    assert two.run(body) == [[0], [1, 2]]
+
+
 @pytest.mark.parametrize("by", ["enumerate", "batch_idx"])
 def test_who_comes_back_accumulates_the_same_batches(
     two: Groups, server: LighthouseServer, by: str
