@@ -15,6 +15,9 @@ from typing import Any
 
 from ft_accelerate.runtime.models import FollowsTheScript
 
+TOKENS, RESULTS = "_total_train_tokens", "_metrics"
+"""What TRL's trainers make their rows of: a total, and lists of results since the last row, by mode and name."""
+
 
 class SharedTrainerState(FollowsTheScript):
     """A Trainer's state besides Accelerate's objects, as plain data. The loop's thread only.
@@ -76,6 +79,7 @@ class SharedTrainerState(FollowsTheScript):
             "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
             "best_step": self.best_step,
             "begun": self._begun,
+            "counted": _counted(trainer),
             "flos": trainer.current_flos,  # an int at 0, which travels as a different tensor from 0.0
         }
 
@@ -120,6 +124,7 @@ class SharedTrainerState(FollowsTheScript):
         trainer._total_loss_scalar = found["total_loss"]
         trainer._globalstep_last_logged = found["last_logged"]
         trainer.current_flos = found["flos"]
+        _count_as(trainer, found.get("counted", ""))
 
 
 _of: weakref.WeakKeyDictionary[Any, SharedTrainerState] = weakref.WeakKeyDictionary()
@@ -141,6 +146,32 @@ def _exportable(trainer: Any) -> list[Any]:
 
     all_ = [*trainer.callback_handler.callbacks, trainer.control]
     return [callback for callback in all_ if isinstance(callback, ExportableState)]
+
+
+def _counted(trainer: Any) -> str:
+    """What TRL's trainers count by themselves; "" where these names are something else."""
+    results = getattr(trainer, RESULTS, {})
+    if not isinstance(results, dict) or not all(isinstance(by, dict) for by in results.values()):
+        return ""
+    try:
+        return json.dumps([getattr(trainer, TOKENS, None), results])
+    except TypeError:
+        return ""
+
+
+def _count_as(trainer: Any, counted: str) -> None:
+    """Count on as a peer. In place: the script may hold a list, and waits for what it appends."""
+    if not counted or not _counted(trainer):
+        return
+    tokens, results = json.loads(counted)
+    if hasattr(trainer, TOKENS):
+        setattr(trainer, TOKENS, tokens)
+    for mode, theirs in results.items():
+        mine = getattr(trainer, RESULTS).setdefault(mode, {})
+        for name in mine.keys() - theirs.keys():
+            del mine[name]
+        for name, values in theirs.items():
+            mine.setdefault(name, [])[:] = values
 
 
 def _rates(trainer: Any) -> list[float]:

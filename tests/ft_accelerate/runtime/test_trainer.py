@@ -36,6 +36,8 @@ SFT = HERE / "sft_script.py"
 CONFIG = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
 OURS_ALONE = ("training_loss", "logs", "world", "torn", "seen")
 """Of a report: what differs between the processes of plain DDP, too, or knows of the faults."""
+SFT_ROW = ("step", "num_tokens", "entropy", "mean_token_accuracy")
+"""Of a row of TRL's SFTTrainer: what it counts by itself."""
 
 BEST = ("--patience", "1000")
 """The best model is saved (with each epoch's evaluation), the best two are kept, and the best one is
@@ -408,12 +410,18 @@ def test_fsdp_in_replica_groups_of_two_processes(oracle: list[Report], tmp_path:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_sft_trainer_of_trl(lora: bool, tmp_path: Path) -> None:
-    """`lora`: PEFT's adapter is trained, and its weights alone are in the checkpoints."""
+    """`lora`: PEFT's adapter is trained, and its weights alone are in the checkpoints. A process that comes back
+    has its peers' count of tokens, and what the next row's means are made of."""
     pytest.importorskip("trl")
     if lora:
         pytest.importorskip("peft")
     more = ["--lora"] * lora
     expected = plain(SFT, tmp_path / "plain", *more)
-    found, _ = protected(SFT, tmp_path / "ft", *more, kills="1:0:on_step_end:9 0:0:on_step_end:15")
+    found, _ = protected(SFT, tmp_path / "ft", *more, kills="1:0:on_step_end:9 0:0:on_step_end:18")
     for report, wanted in zip(found, expected, strict=True):
         same(report, wanted)
+        rows, wanted_rows = (
+            [{name: row.get(name) for name in SFT_ROW} for row in each["logs"]]
+            for each in (report, wanted)
+        )
+        assert rows == wanted_rows
