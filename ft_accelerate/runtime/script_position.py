@@ -47,7 +47,7 @@ LATER = (
     "this process came back, and its peers are in a later training of the script (they have prepared "
     "more models, or called Trainer.train more often): what was trained before can't be trained again "
     "without them, so it does not join them. Let a script train once, or prepare all models before "
-    "the first training batch"
+    "the first training batch; if it searches for a batch size, set the one that was found"
 )
 
 Place = tuple[int, int]
