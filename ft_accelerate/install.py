@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, wh
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import EARLY, Phase
 from ft_accelerate.seams import Seam, around
+from ft_core.launch.import_hook import when_imported
 from ft_core.step import updating
 
 log = logging.getLogger("ft_accelerate")
@@ -57,6 +59,7 @@ def install() -> None:
     seams.put(SEAMS, KNOWN)
     trainer.watch()
     succession.watch()
+    when_imported("torchmetrics.metric", _on_metrics)
 
 
 def uninstall() -> None:
@@ -98,6 +101,11 @@ class FaultToleranceKwargs(FaultTolerancePlugin, KwargsHandler):
 
 def _over_quorum(_: Any) -> Any:
     return world.torch_proxy(world.FUNCTIONS)
+
+
+def _on_metrics(module: ModuleType) -> None:
+    if not any(seam.moved() for seam in METRICS):
+        seams.put(METRICS, "another torchmetrics")
 
 
 def _with_our_model(_: Any) -> Any:
@@ -440,3 +448,9 @@ SEAMS = (
     ),
 )
 """All that we lean on by name, and what takes its place."""
+
+METRICS = tuple(
+    Seam(module, "gather_all_tensors", ("result", "group"), while_active(world.gather_all_tensors))
+    for module in ("torchmetrics.utilities.distributed", "torchmetrics.metric")
+)
+"""With which `compute()` of torchmetrics reaches all processes, as it does by default."""

@@ -31,6 +31,7 @@ from ft_accelerate.runtime.checked_collectives import (
 )
 from ft_accelerate.runtime.leadership import LIBRARIES
 from ft_accelerate.runtime.process import active, current
+from ft_accelerate.runtime.runtime import Runtime
 from ft_core.collectives.allreduce import fill_neutral
 from ft_core.process_group.nccl import outlive_nccl_errors
 
@@ -54,12 +55,12 @@ _DTYPES = [
 
 def get_world_size(group: Any = None) -> int:
     """The number of configured processes, alive or not."""
-    return dist.get_world_size(group) if group is not None else current().num_processes
+    return dist.get_world_size(group) if _is_own(group) else current().num_processes
 
 
 def get_rank(group: Any = None) -> int:
     """Among the configured processes."""
-    return dist.get_rank(group) if group is not None else current().process_index
+    return dist.get_rank(group) if _is_own(group) else current().process_index
 
 
 def init_process_group(backend: Any = None, **kwargs: Any) -> None:
@@ -74,7 +75,7 @@ def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
     """A tensor of each configured process."""
-    if group is not None:
+    if _is_own(group):
         return dist.all_gather(tensor_list, tensor, group, async_op)
     for place, row in zip(tensor_list, _rows(tensor), strict=True):
         _put(place, row)
@@ -85,7 +86,7 @@ def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
     """A row of each configured process, in `output_tensor`."""
-    if group is not None:
+    if _is_own(group):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     rows = torch.cat([row.reshape(-1) for row in _rows(input_tensor)])
     output_tensor.copy_(rows.view_as(output_tensor))
@@ -124,7 +125,7 @@ def all_reduce(
 ) -> Any:
     """In place; a sum is scaled up for processes that are away. Raises ValueError for operations other
     than SUM and MAX."""
-    if group is not None:
+    if _is_own(group):
         return dist.all_reduce(tensor, op, group, async_op)
     if op not in (ReduceOp.SUM, ReduceOp.MAX):
         raise ValueError(f"accelerator.reduce over replica groups takes sum, mean and max: {op}")
@@ -154,7 +155,7 @@ def all_reduce(
 
 def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False) -> Any:
     """From process `src`; if it is away, from the first that is there."""
-    if group is not None:
+    if _is_own(group):
         return dist.broadcast(tensor, src, group, async_op)
     payload = _bytes(tensor)
 
@@ -197,24 +198,42 @@ def make_alike(module: torch.nn.Module) -> None:
 def broadcast_seeds(tensor: Tensor, src: int = 0, group: Any = None) -> None:
     """Of generators' states: until there is something to heal. From then on they heal, and all draw
     alike."""
-    if group is not None or current().beginning:
+    if _is_own(group) or current().beginning:
         broadcast(tensor, src, group)
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     """Processes that are away leave an empty list: their objects can't be made up."""
-    if group is not None:
+    if _is_own(group):
         dist.all_gather_object(object_list, obj, group)
         return
     for index, text in enumerate(_objects(pickle.dumps(obj))):
         object_list[index] = pickle.loads(text) if text else []
 
 
+def gather_all_tensors(
+    runtime: Runtime, original: Any, result: Tensor, group: Any = None
+) -> list[Tensor]:
+    """torchmetrics' function of that name: `result` of every process, of any length; copies of others' where
+    one is away. In one operation, so that all get the same."""
+    if _is_own(group):
+        rows: list[Tensor] = original(result, group)
+        return rows
+    mine = pickle.dumps(result.detach().cpu())
+    texts = _objects(mine)
+    there = [text for text in texts if text]
+    rows = []
+    for index, text in enumerate(texts):
+        row = text or there[index % len(there)]
+        rows.append(result if row == mine else pickle.loads(row).to(result.device))
+    return rows
+
+
 def broadcast_object_list(
     object_list: list[Any], src: int = 0, group: Any = None, device: Any = None
 ) -> None:
     """From process `src`; if it is away, from the first that is there."""
-    if group is not None:
+    if _is_own(group):
         dist.broadcast_object_list(object_list, src, group, device)
         return
     texts = _objects(pickle.dumps(list(object_list)))
@@ -249,7 +268,7 @@ def _objects(mine: bytes) -> list[bytes]:
 
 def barrier(group: Any = None, **kwargs: Any) -> None:
     """Wait until all processes that are not away have arrived."""
-    if group is not None:
+    if _is_own(group):
         dist.barrier(group, **kwargs)
         return
 
@@ -387,4 +406,9 @@ def refuse_own_use(name: str, original: Callable[..., Any]) -> Callable[..., Any
 def _has_own_group(named: Any, args: Iterable[Any]) -> bool:
     """Whether a call names a process group, and not the world."""
     groups = [named] if named is not None else [a for a in args if isinstance(a, dist.ProcessGroup)]
-    return any(group is not dist.group.WORLD for group in groups)
+    return any(map(_is_own, groups))
+
+
+def _is_own(group: Any) -> bool:
+    """Whether the caller means a process group that it has made, and not the world."""
+    return group is not None and group is not dist.group.WORLD

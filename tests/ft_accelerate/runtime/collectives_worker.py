@@ -89,7 +89,16 @@ def operations(accelerator: Any, folder: Path) -> dict[str, Callable[[], Any]]:
         accelerator.wait_for_everyone()
         return "logged"
 
+    def metric(name: str) -> Any:
+        import torchmetrics
+
+        found = getattr(torchmetrics, name)()
+        found.update(torch.full((mine,), float(mine)))
+        return found.compute().tolist()
+
     return {
+        "torchmetrics_sum": lambda: metric("SumMetric"),
+        "torchmetrics_cat": lambda: metric("CatMetric"),
         "gather": lambda: accelerator.gather(torch.tensor([float(mine)])).tolist(),
         "gather_nested": lambda: [
             t.tolist() for t in accelerator.gather([torch.tensor(mine), torch.tensor([mine > 1])])

@@ -6,6 +6,7 @@ first two calls of each operation, heals in the third, and takes part in the fou
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ EXPECTED: dict[str, tuple[Any, Any]] = {  # (one is away, all are there)
     "wait_for_everyone": ("out", "out"),
     "main_process_first": ("in", "in"),
 }
+if importlib.util.find_spec("torchmetrics"):
+    EXPECTED["torchmetrics_sum"] = (6.0, 14.0)
+    EXPECTED["torchmetrics_cat"] = ([1, 2, 2, 1], [1, 2, 2, 3, 3, 3])
 
 TWO_EXCHANGES = ("gather_nested", "pad_across_processes")
 
