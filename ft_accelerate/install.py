@@ -323,6 +323,14 @@ def _backward(runtime: Runtime, original: Any, self: Any, loss: Any, **kwargs: A
         original(self, loss, **kwargs)
 
 
+@contextmanager
+def _trigger_sync(runtime: Runtime, original: Any, model: Any) -> Iterator[None]:
+    """Within it a backward synchronizes whose forward was in `no_sync`. In its past a process leaves that backward
+    out: torch would be left waiting for it, and average in the next one."""
+    with nullcontext() if runtime.position.remembers else original(model):
+        yield
+
+
 @while_active
 def _clip_grad_norm(
     runtime: Runtime, original: Any, self: Any, parameters: Any, *args: Any, **kwargs: Any
@@ -393,6 +401,11 @@ SEAMS = (
                 ("Accelerator.join_uneven_inputs", ("self", "joinables"), _join_uneven_inputs),
                 ("Accelerator.pad_across_processes", ("self", "tensor"), _pad_across_processes),
                 ("Accelerator.backward", ("self", "loss"), _backward),
+                (
+                    "Accelerator.trigger_sync_in_backward",
+                    ("model",),
+                    while_active(_trigger_sync),
+                ),
                 ("Accelerator.clip_grad_norm_", ("self", "parameters"), _clip_grad_norm),
                 ("Accelerator.save_state", ("self", "output_dir"), _save_state),
                 *(

@@ -32,7 +32,7 @@ class Seam:
         name: in the module, dotted.
         parameters: that it must take; (): they do not matter.
         replace: called as `replace(original)`; returns what to put there. Of a property it gets, and
-            returns, the getter. None: the name is only checked.
+            returns, the getter; of a static method the function. None: the name is only checked.
         instead: what another version has in its place, where that is only checked, too.
     """
 
@@ -122,14 +122,19 @@ def _put(seam: Seam) -> None:
     if seam.replace is None or seam in _placed:
         return
     owner, name, found = seam.find()
-    original = found.fget if isinstance(found, property) else found
+    original = found
+    if isinstance(found, property | staticmethod):
+        original = found.fget if isinstance(found, property) else found.__func__
     if any(original is placed.after for placed in _placed.values()):
         return  # a copy of a name that was replaced before it was copied
     after = seam.replace(original)
     if isinstance(original, FunctionType):
         functools.update_wrapper(after, original)
     _placed[seam] = _Placed(owner, name, vars(owner).get(name, _missing), after)
-    setattr(owner, name, property(after, doc=found.__doc__) if original is not found else after)
+    if isinstance(found, property):
+        setattr(owner, name, property(after, doc=found.__doc__))
+    else:
+        setattr(owner, name, staticmethod(after) if isinstance(found, staticmethod) else after)
 
 
 def take_out(seams: Sequence[Seam]) -> None:

@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {
     "evaluated": 50,  # of these samples
     "batch_size": 4,
     "accumulate": 1,
+    "triggered": False,  # two forwards without synchronization, of which the second one's backward has it
     "clip": 0.5,
     "precision": "no",
     "norm": True,
@@ -108,6 +109,15 @@ class Best:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss, self.worse = state["loss"], state["worse"]
+
+
+def first_of_two(accelerator: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of a second forward, when the first one has had its backward."""
+    with accelerator.no_sync(model):
+        first = nn.functional.cross_entropy(model(x), y)
+        second = nn.functional.cross_entropy(model(x / 2), y)
+        accelerator.backward(first)
+    return second
 
 
 def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
@@ -284,12 +294,18 @@ def run(options: dict[str, Any]) -> None:
                 time.sleep(options["step_delay_s"] if log.live else 0)
                 log.at(f"step-{global_step}")
                 with accelerator.accumulate(model):
-                    loss = nn.functional.cross_entropy(model(x), y)
+                    if not options["triggered"]:
+                        loss = nn.functional.cross_entropy(model(x), y)
                     if options["gather_loss"]:
                         accelerator.gather(loss.detach().repeat(len(x))).mean()
                     if accelerator.sync_gradients:
                         log.inject(global_step)
-                    accelerator.backward(loss)
+                    if options["triggered"]:
+                        loss = first_of_two(accelerator, model, x, y)
+                        with accelerator.trigger_sync_in_backward(model):
+                            accelerator.backward(loss)
+                    else:
+                        accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), options["clip"])
                     raised = False

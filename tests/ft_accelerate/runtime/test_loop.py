@@ -269,6 +269,25 @@ def test_one_that_has_come_back_is_not_the_main_process_while_another_was_always
     assert run.output().count(LACKS) == 1
 
 
+def test_a_triggered_backward_of_the_past_leaves_nothing_behind(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """A process that had come back averaged the gradients of the next backward, in which its peers average none,
+    and was taken for one that has left out an update, in each batch again."""
+    options = {"triggered": True, "norm": False, "step_delay_s": 0.01}
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    fewest = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path / "ft", lighthouse, holds=["step-9"], **options) as run:
+        zero, one = run.start(0, **fewest), run.start(1, **fewest)
+        zero = run.killed_and_back(zero, 0, hold="step-9", of=1, **fewest)
+        run.wait(zero, one)
+    for index in (0, 1):
+        assert run.end(index)["digest"] == plain.end(index)["digest"]
+    assert compare(run.lines(0), run.lines(1)) > STEPS
+    assert len(run.lives(0)) == 2
+
+
 def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighthouse: str) -> None:
     options = {"accumulate": 3, "epochs": 2, "gather_loss": True, "step_delay_s": 0.01}
     options["data"] = {"split_batches": True}  # so that an epoch has twice as many
