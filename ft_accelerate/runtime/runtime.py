@@ -637,7 +637,7 @@ class Runtime:
     def _end_if_told(self) -> None:
         """End this process if SIGTERM has come and no step is under way that could be its last."""
         if self._sigterm.noted and not self._open:
-            log.warning("ended by SIGTERM; the other replica groups go on")
+            log.warning("ended by SIGTERM, after the last step that it took part in")
             self._sigterm.end()
 
     def leave_for_now(self, reason: str, *, discard_state: bool = True) -> None:
