@@ -149,6 +149,7 @@ def fit(root: Path | str, job: str, restarts: int = 0, *, wanted: bool = True) -
         global_step=0,
         loggers=[],
         callback_metrics={},
+        checkpoint_callbacks=[],
         fit_loop=Loop(),
         _checkpoint_connector=Connector(),
     )
