@@ -438,6 +438,9 @@ SEAMS = (
             "accelerate.optimizer": (
                 ("AcceleratedOptimizer.step", ("self", "closure"), _optimizer_step),
                 ("AcceleratedOptimizer.zero_grad", ("self",), _zero_grad),
+                # Schedule-free optimizers move the weights: those of the peers are moved already.
+                ("AcceleratedOptimizer.train", ("self",), unless_catching_up),
+                ("AcceleratedOptimizer.eval", ("self",), unless_catching_up),
             ),
             "accelerate.scheduler": (("AcceleratedScheduler.step", ("self",), unless_catching_up),),
             "accelerate.data_loader": (

@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "batch_size": 4,
     "accumulate": 1,
     "triggered": False,  # two forwards without synchronization, of which the second one's backward has it
+    "moves": False,  # the optimizer is `Moving`
     "clip": 0.5,
     "precision": "no",
     "norm": True,
@@ -109,6 +110,24 @@ class Best:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss, self.worse = state["loss"], state["worse"]
+
+
+class Moving(torch.optim.AdamW):
+    """Is evaluated elsewhere than it trains, as a schedule-free optimizer is: the way there and back rounds."""
+
+    def eval(self) -> None:
+        self._move(-0.25, training=False)
+
+    def train(self) -> None:
+        self._move(0.2, training=True)
+
+    @torch.no_grad()
+    def _move(self, part: float, *, training: bool) -> None:
+        for group in self.param_groups:
+            if group.setdefault("training", True) is not training:
+                group["training"] = training
+                for parameter in group["params"]:
+                    parameter.lerp_(self.state[parameter]["exp_avg"], part)
 
 
 def first_of_two(accelerator: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -249,7 +268,7 @@ def run(options: dict[str, Any]) -> None:
     model = Net(options)
     later = [*model.net[0].parameters()] if options["grows"] else []
     trained = [p for p in model.parameters() if all(p is not each for each in later)]
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    optimizer = (Moving if options["moves"] else torch.optim.AdamW)(trained, lr=0.01)
     total = len(train) * options["epochs"]
     ticks = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total))
     model, optimizer, test, scheduler = accelerator.prepare(model, optimizer, test, ticks)
@@ -287,6 +306,7 @@ def run(options: dict[str, Any]) -> None:
             ticks.lr_lambdas.append(ticks.lr_lambdas[0])
             later = []
         model.train()
+        optimizer.train()
         with local as inner:
             for index, (x, y) in batches(train):
                 if options["told"]:
@@ -343,6 +363,7 @@ def run(options: dict[str, Any]) -> None:
                         flip_bit(next(accelerator.unwrap_model(model).parameters()))
                     if options["save"] and global_step % options["save"] == 0:
                         accelerator.save_state(f"{options['log']}/checkpoint_{global_step}")
+        optimizer.eval()
         accuracy = evaluate(accelerator, model, test, log, epoch)
         if options["losses"]:
             loss = options["losses"][epoch] if log.live else 1e6  # of an output from memory

@@ -288,6 +288,28 @@ def test_a_triggered_backward_of_the_past_leaves_nothing_behind(
     assert len(run.lives(0)) == 2
 
 
+@pytest.mark.parametrize(
+    "holds", [["step-40", "step-58"], ["eval-1", "eval-2"]], ids=["step", "eval"]
+)
+def test_an_optimizer_that_is_evaluated_elsewhere_is_moved_once(
+    tmp_path: Path, lighthouse: str, holds: list[str]
+) -> None:
+    """`optimizer.train()` and `eval()` of the past moved the healed weights to and fro, whose last bits were no longer
+    the peers': the process discarded its state in the next step."""
+    options = {"moves": True, "norm": False, "epochs": 4, "step_delay_s": 0.01}
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    fewest = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path / "ft", lighthouse, holds=holds, **options) as run:
+        zero, one = run.start(0, **fewest), run.start(1, **fewest)
+        one = run.killed_and_back(one, 1, hold=holds[0], of=0, **fewest)
+        zero = run.killed_and_back(zero, 0, hold=holds[1], of=1, **fewest)
+        run.wait(zero, one)
+    assert "are not those of its peers" not in run.output()
+    for index in (0, 1):
+        assert run.end(index)["digest"] == plain.end(index)["digest"]
+
+
 def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighthouse: str) -> None:
     options = {"accumulate": 3, "epochs": 2, "gather_loss": True, "step_delay_s": 0.01}
     options["data"] = {"split_batches": True}  # so that an epoch has twice as many
