@@ -33,6 +33,7 @@ from ft_lightning.shared.launch_env import ends_folder
 from ft_lightning.shared.strategy_base import NoLongerLeads, act_as_leader
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.batches import Batches
+from ft_lightning.trainer.checkpoint_names import CheckpointNames
 from ft_lightning.trainer.loggers import Loggers, keep_metrics, released
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.saves import versions, with_copied_buffers, write_whole
@@ -174,6 +175,7 @@ _LIVE = (
     "_sigterm",
     "_loggers",
     "_resumption",
+    "_names",
     "_shards",
     "_store",
 )
@@ -251,6 +253,7 @@ class CheckpointMixin(_Base):
     _from: Callable[[str], Any]
     _batches: Batches | None
     _saved: Checkpoints | None = None
+    _names: CheckpointNames | None = None
     _resumption: Resumption | None = None
     _ranks_hold: str
     scope: Scope
@@ -269,6 +272,13 @@ class CheckpointMixin(_Base):
             self._saved = Checkpoints()
         return self._saved
 
+    @property
+    def checkpoint_names(self) -> CheckpointNames:
+        """Those that are taken. The loop's thread."""
+        if self._names is None:
+            self._names = CheckpointNames()
+        return self._names
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
@@ -276,6 +286,7 @@ class CheckpointMixin(_Base):
         goes on; the fit raises at its end if no save has worked. The user's own call raises at once.
 
         The thread that calls `Trainer.save_checkpoint`, which must be the loop's."""
+        self.checkpoint_names.saved(filepath)
         writes = self._writes_checkpoint()
         if not writes and not self._follows():
             return
@@ -362,6 +373,7 @@ class CheckpointMixin(_Base):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """The leader removes it; a follower keeps the call in case it becomes the leader."""
+        self.checkpoint_names.removed(filepath)
         if not self._still_leads():
             if self._follows():
                 self._checkpoints.hold(lambda: self._remove(filepath))

@@ -282,6 +282,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             local_only(self._driver.load), local_only(self._driver.state)
         )
         super().setup(trainer)
+        if self.scope.num_groups > 1:
+            files = self._from("fabric.utilities.cloud_io").get_filesystem
+            self.checkpoint_names.begin(trainer.checkpoint_callbacks, files, self.broadcast)
         self._adopt_model()
         self._register(schema_of_updates(trainer))
         refuse_lbfgs(self.optimizers)
@@ -611,6 +614,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._leader = leader.without_quorum(trainer, self.scope, on_board=on_board)
         if self._resumption is not None:
             self._resumption.release()
+        self.checkpoint_names.release()
         # Unwrapped here: DDP's own teardown would recommend options that are refused.
         self.model = self.lightning_module
         if self._sigterm is not None:
