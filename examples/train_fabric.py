@@ -41,8 +41,7 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=50, gamma=0.7)
-    # A scheduler that is passed to setup heals, too, and skips updates that are skipped.
-    model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=scheduler)
+    model, optimizer = fabric.setup(net, optimizer)
 
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -54,6 +53,7 @@ def main() -> None:
 
     seen = {"samples": 0}
     strategy.register("seen", seen)  # 2: your own state heals with the model
+    strategy.register("scheduler", scheduler)  # so does it; it skips updates that are skipped
     state = {
         "model": model,
         "optimizer": optimizer,

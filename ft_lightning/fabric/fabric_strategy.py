@@ -36,7 +36,7 @@ from ft_lightning.shared.launcher import SupervisorLauncher
 from ft_lightning.shared.registration import NAME
 from ft_lightning.shared.strategy_base import NoLongerLeads, refuse_lbfgs
 from ft_lightning.shared.topology import Role
-from ft_lightning.trainer.batches import adopt, sharding_sampler
+from ft_lightning.trainer.batches import adopt, adopted, sharding_sampler
 from ft_lightning.trainer.saves import copied, write_whole
 from lighthouse.files import machine_file, replace_whole
 
@@ -255,7 +255,7 @@ class FTFabricMixin(FabricSavesMixin):
 
     def register(self, name: str, state: Any) -> None:
         """Have `state` heal with the model: a dict, or an object with `state_dict` and
-        `load_state_dict`.
+        `load_state_dict`. A scheduler leaves out steps without effect, as one of `fabric.setup` does.
 
         Call it before the first batch. The state may change between `optimizer.step()` and the next
         batch. Another process gets a copy of plain values and tensors; anything else needs
@@ -264,6 +264,8 @@ class FTFabricMixin(FabricSavesMixin):
         if self._started or name in self._registered:
             why = "the first batch was fetched already" if self._started else "the name is taken"
             raise ValueError(f"strategy.register({name!r}) comes too late or twice: {why}")
+        if isinstance(state, torch.optim.lr_scheduler.LRScheduler):
+            self._gate(state)
         self._registered[name] = state
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -346,10 +348,14 @@ class FTFabricMixin(FabricSavesMixin):
     ) -> Any:
         """Called by `fabric.setup`. The scheduler heals, and leaves out steps without effect."""
         if scheduler is not None and not any(scheduler is s for s in self._schedulers):
-            adopt(scheduler, self._gated)
+            self._gate(scheduler)
             self._schedulers.append(scheduler)
         given = () if scheduler is None else (scheduler,)  # Lightning 2.5 has no such argument
         return super().setup_module_and_optimizers(module, optimizers, *given)
+
+    def _gate(self, scheduler: Any) -> None:
+        if not adopted(scheduler):
+            adopt(scheduler, self._gated)
 
     def _gated(self, cls: Any) -> dict[str, Any]:
         strategy = weakref.ref(self)

@@ -218,11 +218,14 @@ def gathered(fabric: Any, index: int) -> Any:
 
 
 def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseServer) -> None:
-    """Of different sizes, so that it must leave out the first; between them there is a round."""
+    """Of different sizes, so that it must leave out the first; between them there is a round. It leaves
+    out the scheduler's step, too, of one that was registered."""
     between = threading.Event()
 
     def body(fabric: Any, index: int) -> Any:
         model, optimizer = linear(fabric)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        fabric.strategy.register("scheduler", scheduler)
         large, large_optimizer = linear(fabric, 7)
         seen, sums = [], []
         data = TensorDataset(torch.arange(16.0).reshape(-1, 1))
@@ -231,6 +234,7 @@ def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseSer
             loss = model(batch).square().mean()
             fabric.backward(loss)
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
             if index == 1 and fabric.strategy.current_step == 3:
                 return "left"
@@ -242,7 +246,8 @@ def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseSer
             large_optimizer.step()
             large_optimizer.zero_grad()
             sums.append(float(gathered(fabric, index)))
-        return seen, sums, fabric.strategy.current_step, model.weight.item(), large.weight.tolist()
+        ends = model.weight.item(), large.weight.tolist(), scheduler.last_epoch
+        return seen, sums, fabric.strategy.current_step, *ends
 
     first, second = two.join_again(between, body)
     assert sorted({*first[0]}) == [0, 2, 4, 6, 8, 10, 12, 14]
@@ -250,7 +255,7 @@ def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseSer
     # Of the agreement that it was not there for it is given what its peer has got.
     assert first[1][-10:] == second[1] == [10.0, *[21.0] * 9]
     assert first[2:] == second[2:]
-    assert first[2] == 16
+    assert first[2] == 16 and first[-1] == 8
 
 
 @pytest.mark.parametrize("raising", [[1], [1, 2]], ids=["one of two", "two of three"])
