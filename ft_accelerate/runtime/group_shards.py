@@ -61,7 +61,7 @@ def choose(runtime: Runtime, plugin: Any, parallelism: Any) -> None:
         )
     if parallelism is not None:
         for name in REFUSED:
-            if getattr(parallelism, name) > 1:
+            if getattr(parallelism, name, 1) > 1:  # Accelerate 1.11 has no sp_size
                 raise ValueError(
                     f"fault tolerance takes {REPLICATE}_size and {SHARD}_size of a "
                     f"ParallelismConfig: leave out {name}"

@@ -136,7 +136,10 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
         if not self._save_distributed_checkpoint and self.scope.group_rank == 0 < self.global_rank:
             # The stock method numbers parameters in one process only, and another group may lead.
             stock = importlib.import_module(self._stock_class.__module__)
-            state = stock._align_compiled_param_names_with_module(state, self.model)
+            # Before 2.6.1 there is none, and parts that are compiled fail in the stock method, too.
+            align = getattr(stock, "_align_compiled_param_names_with_module", None)
+            if align is not None:
+                state = align(state, self.model)
             kind = OptimStateKeyType.PARAM_ID
             state = FullyShardedDataParallel.rekey_optim_state_dict(state, kind, self._module)
         return state
