@@ -58,7 +58,7 @@ def train(tmp_path: Path, how: str) -> list[Any]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["lives", "dies"])
-def test_an_earlier_trainings_files_are_nobodys_best_and_stay(tmp_path: Path, how: str) -> None:
+def test_an_earlier_trainings_files_are_not_its_best_and_stay(tmp_path: Path, how: str) -> None:
     """Also where the leader dies, and the next one removes what its own are to replace."""
     folder = tmp_path / "saved"
     assert train(tmp_path, "lives") == [["epoch=3-step=16.ckpt", "last.ckpt"]] * 2
