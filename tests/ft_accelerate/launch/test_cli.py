@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,8 @@ def test_env_tells_what_a_report_needs(
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**ON_CPU, "fault_tolerance_config": {"min_replicas": 2}}))
     monkeypatch.setenv("ACCELERATE_FAULT_TOLERANCE_TOKEN", "very secret")
+    # `accelerate env` looks for its command, and up to 1.13 does not end well if there is none.
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
     assert cli.main(["env", "--config_file", str(path)]) == 0
     said = capsys.readouterr().out
     assert "fault_tolerance_config: {'fault_tolerance_min_replicas': 2}" in said

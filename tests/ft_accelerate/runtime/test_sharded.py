@@ -109,10 +109,13 @@ def test_all_are_killed_and_go_on_from_what_they_have_saved(
             for folder in (tmp_path / "saved", tmp_path / "stock")
         )
         assert mine - shards == its - shards | {"ft_position.json"}, form
-    again = {"shuffle": False, "resumes": str(tmp_path / "saved" / "SHARDED_STATE_DICT")}
+    # As stock resumes, too: Accelerate 1.11 takes something else from shards than what it has saved.
+    again = {"shuffle": False, "resumes": str(tmp_path / "stock" / "SHARDED_STATE_DICT")}
+    resumed = stock(tmp_path / "stock_again", **again)
+    again["resumes"] = str(tmp_path / "saved" / "SHARDED_STATE_DICT")
     with running(tmp_path / "again", lighthouse, WORKER, **again) as run:
         run.wait(*[run.start(index, 2, 2, **TWO) for index in (0, 1)])
-        assert_alike([run.end(index) for index in EVERYBODY], expected, but="norms")
+        assert_alike([run.end(index) for index in EVERYBODY], resumed)
     again["resumes"] = str(tmp_path / "saved" / "FULL_STATE_DICT")
     assert_alike(stock(tmp_path / "resumed", **again), expected, but="norms")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 
 from tests.ft_accelerate.installed import installed
 from tests.harness.script import digest
@@ -27,7 +28,7 @@ from tests.harness.trackers import (
 from tests.harness.waiting import PATIENCE_S
 from tests.harness.workers import start
 
-pytest.importorskip("transformers")
+VERSION = Version(pytest.importorskip("transformers").__version__)
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 HERE = Path(__file__).parent
@@ -43,8 +44,18 @@ BEST = ("--patience", "1000")
 """The best model is saved (with each epoch's evaluation), the best two are kept, and the best one is
 loaded at the end."""
 
+BEST_PATH = "" if Version("5.4") > VERSION else "checkpoint-39"
+"""The name of the best one, which Trainer's state did not say before."""
+
 Report = dict[str, Any]
 pytestmark = pytest.mark.process
+enters_the_loop = pytest.mark.skipif(
+    Version("5.3") > VERSION,
+    reason="its Trainer runs through its past: its peers may end before it is there",
+)
+resumes = pytest.mark.skipif(
+    Version("5.18") > VERSION, reason="its Trainer cannot resume on CPU with several processes"
+)
 
 
 def reports(out: Path, processes: int = 2, *, spares: bool = False) -> list[Report]:
@@ -153,7 +164,7 @@ def test_without_faults_trainer_is_plain_ddp_bit_for_bit(
     for report, expected in zip(found, oracle, strict=True):
         assert report == {**expected, "torn": []}
     assert found[0]["checkpoints"] == ["checkpoint-26", "checkpoint-39"]
-    assert found[0]["best_checkpoint"] == "checkpoint-39"
+    assert found[0]["best_checkpoint"] == BEST_PATH
 
 
 def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
@@ -232,6 +243,7 @@ def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
     assert found[0]["global_step"] == found[0]["ticks"] == 400
 
 
+@enters_the_loop
 @pytest.mark.parametrize(
     ("hold", "more"),
     [
@@ -265,6 +277,7 @@ def test_one_that_comes_back_between_a_step_and_its_row_has_its_peers_row(
     assert found[0]["seen"] == found[1]["seen"]
 
 
+@enters_the_loop
 def test_one_that_comes_back_to_the_evaluation_that_ends_the_training_ends_with_its_peers(
     tmp_path: Path,
 ) -> None:
@@ -285,6 +298,7 @@ def test_one_that_comes_back_to_the_evaluation_that_ends_the_training_ends_with_
     assert found[0]["best_checkpoint"] == "checkpoint-26"
 
 
+@resumes
 def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
     """A second job resumes, and one of its processes is started again when newer checkpoints are
     there: it must not begin from those, nor from one whose writer had died."""
@@ -307,6 +321,7 @@ def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
     assert found[0]["global_step"] == 39
 
 
+@resumes
 def test_all_die_and_the_job_goes_on_from_the_checkpoint_that_it_has_written(
     tmp_path: Path,
 ) -> None:
@@ -325,6 +340,7 @@ def test_all_die_and_the_job_goes_on_from_the_checkpoint_that_it_has_written(
     same(found[0], expected[0])
 
 
+@resumes
 def test_one_that_comes_after_the_last_step_does_not_say_that_it_goes_on(tmp_path: Path) -> None:
     """It finds its job's checkpoint, and nobody in training: the other has left, and goes on with its script.
     It does not wait for the connect timeout to learn that."""
@@ -388,6 +404,7 @@ def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -
     assert found[0]["best"] == pytest.approx(oracle[0]["best"], rel=1e-3)
 
 
+@pytest.mark.skipif(Version("5.14") > VERSION, reason="its Trainer took FSDP 1 on its own")
 def test_fsdp_in_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:
     """Each life of a group reads and writes checkpoints as one, and the best one at the end."""
     found, _ = protected(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning.fabric
+from tests.ft_lightning.fabric.scheduled import set_up
 from tests.harness.script import Log, digest, options_of, process_name
 
 OPTIONS: dict[str, Any] = {
@@ -48,7 +49,7 @@ def run(options: dict[str, Any]) -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     inner = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=7, gamma=0.9)
-    model, optimizer = fabric.setup(net, inner, scheduler=scheduler)[:2]
+    model, optimizer = set_up(fabric, net, inner, scheduler)[:2]
     loader = fabric.setup_dataloaders(data(options["samples"]))
     saved = {
         "model": model,

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import ft_lightning  # noqa: F401
 from ft_lightning.fabric import FTDDPStrategy
+from tests.ft_lightning.fabric.scheduled import set_up
 from tests.harness.script import Log, digest, options_of, process_name
 from tests.harness.stock import leave_stock
 
@@ -79,9 +80,7 @@ class Worker:
         net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
-        self.net, self.optimizer, self.scheduler = self.fabric.setup(
-            net, optimizer, scheduler=scheduler
-        )
+        self.net, self.optimizer, self.scheduler = set_up(self.fabric, net, optimizer, scheduler)
         critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         if self.options["critic"]:
             self.critic, self.critic_optimizer = self.fabric.setup(

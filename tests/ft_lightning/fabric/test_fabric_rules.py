@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ft_core.launch.board import slot
 from ft_core.launch.kept import Card
+from tests.ft_lightning.fabric.scheduled import set_up
 from tests.harness.cluster import as_child, board_of
 from tests.harness.lighthouses import patient_lighthouse
 
@@ -128,7 +129,7 @@ def two_updates(fabric: Any, inject: int | None) -> tuple[list[float], int, Any,
     critic = nn.Linear(1, 1)
     net_optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(net_optimizer, step_size=1, gamma=0.5)
-    model, net_optimizer, scheduler = fabric.setup(net, net_optimizer, scheduler=scheduler)
+    model, net_optimizer, scheduler = set_up(fabric, net, net_optimizer, scheduler)
     judge, optimizer = fabric.setup(critic, torch.optim.Adam(critic.parameters(), lr=0.01))
     outcomes = outcomes_of(fabric)
     seen: list[float] = []
@@ -314,7 +315,7 @@ def test_a_discarded_step_is_tried_again_before_the_scheduler_steps(fabric: Any)
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=scheduler)
+    model, optimizer, scheduler = set_up(fabric, net, optimizer, scheduler)
     loader = fabric.setup_dataloaders(data(3))
     seen, rates = [], []
     for (batch,) in loader:

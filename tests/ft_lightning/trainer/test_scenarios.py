@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core.imports import RequirementCache
 from torchmetrics.classification import MulticlassAccuracy
 
 from lighthouse import LighthouseServer
@@ -183,6 +184,8 @@ def test_all_stop_at_the_same_step(runs: Runs) -> None:
 
 def test_validation_by_the_clock_is_at_the_same_steps(runs: Runs) -> None:
     mine, other = both(runs, "clocks")
+    if mine["at"] is None:
+        pytest.skip("this Lightning validates after a number of batches only")
     assert mine["at"] == other["at"]
     assert len(mine["at"]) >= 2
 
@@ -230,6 +233,8 @@ def test_a_job_is_resumed_with_another_number_of_groups(runs: Runs) -> None:
 def test_a_resume_within_an_epoch_goes_on_with_the_samples_that_are_left(runs: Runs) -> None:
     """With another number of groups, and once more with the same."""
     mine, other = both(runs, "resume_within")
+    if RequirementCache("lightning<2.6"):
+        pytest.skip("Lightning 2.5 resumes past the epoch in which max_steps has ended a fit")
     parts = [*other["seen"], *mine["seen"]]
     assert [len(part) for part in parts] == [20, 20, 28, 28]
     assert len({sample for part in parts for sample in part}) == SAMPLES
@@ -282,7 +287,12 @@ def test_torchmetrics_objects_in_training_are_those_of_all_at_the_epochs_end(run
 
 
 def test_a_learning_rate_is_found_before_a_fit_of_one_group(runs: Runs) -> None:
-    assert both(runs, "around")[0]["found"] == [True, 2 * BATCHES]
+    found, steps = both(runs, "around")[0]["found"]
+    # The fit of Lightning 2.5.0 lacks the steps of the search.
+    assert (found, steps) == (
+        True,
+        2 * BATCHES - (15 if RequirementCache("lightning==2.5.0") else 0),
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "dataset", "unknown length", "loader"])

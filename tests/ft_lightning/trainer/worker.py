@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -333,7 +334,9 @@ def run(options: dict[str, Any]) -> Trainer:
             ModelCheckpoint(options["log"] + "/checkpoints", every_n_train_steps=10, save_top_k=-1)
         )
     if options["trackers"]:
-        callbacks += [Clock(), ThroughputMonitor(lambda batch: len(batch[0]))]
+        callbacks.append(Clock())
+        if RequirementCache("lightning>=2.6"):  # 2.5's takes no smaller last batch
+            callbacks.append(ThroughputMonitor(lambda batch: len(batch[0])))
         # Its first row is older than the first quorum.
         callbacks.append(LearningRateMonitor("epoch"))
     if options["logs"]:
