@@ -65,7 +65,7 @@ def install() -> None:
 def uninstall() -> None:
     """Give Accelerate its own code back, and leave the quorum."""
     processes.forget()
-    seams.take_out(SEAMS)
+    seams.take_out((*SEAMS, *METRICS))
 
 
 def check_seams() -> None:
@@ -323,6 +323,7 @@ def _backward(runtime: Runtime, original: Any, self: Any, loss: Any, **kwargs: A
         original(self, loss, **kwargs)
 
 
+@while_active
 @contextmanager
 def _trigger_sync(runtime: Runtime, original: Any, model: Any) -> Iterator[None]:
     """Within it a backward synchronizes whose forward was in `no_sync`. In its past a process leaves that backward
@@ -401,11 +402,7 @@ SEAMS = (
                 ("Accelerator.join_uneven_inputs", ("self", "joinables"), _join_uneven_inputs),
                 ("Accelerator.pad_across_processes", ("self", "tensor"), _pad_across_processes),
                 ("Accelerator.backward", ("self", "loss"), _backward),
-                (
-                    "Accelerator.trigger_sync_in_backward",
-                    ("model",),
-                    while_active(_trigger_sync),
-                ),
+                ("Accelerator.trigger_sync_in_backward", ("model",), _trigger_sync),
                 ("Accelerator.clip_grad_norm_", ("self", "parameters"), _clip_grad_norm),
                 ("Accelerator.save_state", ("self", "output_dir"), _save_state),
                 *(

@@ -174,8 +174,7 @@ class Resumption:
 
     def saved(self, path: Any) -> None:
         """A whole checkpoint of this fit was written."""
-        local = local_path(path)
-        path = str(path) if local is None else os.path.abspath(local)
+        path = _place(path) or str(path)
         known = self._known
         saves = [each for each in known.get("saves", []) if each[0] != path]
         known["saves"] = [*saves[-KEPT_SAVES:], [path, self._trainer.global_step]]
@@ -204,23 +203,22 @@ class Resumption:
 
     def needed_by(self, path: Any) -> list[str]:
         """The numbers of the finished fits that are passed over with this checkpoint, or have it as their best."""
-        local = local_path(path)
-        if local is None or not local.exists():
+        place = _place(path)
+        if not os.path.exists(place):
             return []
-        path = os.path.abspath(local)
         return [
             number
             for number, fit in self._fits().items()
-            if path == _end_of(fit) or ("finished" in fit and path in fit.get("best", ()))
+            if place == _end_of(fit) or ("finished" in fit and place in fit.get("best", ()))
         ]
 
     def has_moved(self, numbers: list[str], path: Any, copy: str) -> None:
         """A checkpoint of these fits is at `copy` from now on, and goes where it was."""
-        path = os.path.abspath(local_path(path) or path)
+        place = _place(path)
 
         def moved(fit: dict[str, Any]) -> dict[str, Any]:
-            saves = [[copy if where == path else where, step] for where, step in fit["saves"]]
-            return {**fit, "saves": saves, "moved": {**fit.get("moved", {}), path: copy}}
+            saves = [[copy if where == place else where, step] for where, step in fit["saves"]]
+            return {**fit, "saves": saves, "moved": {**fit.get("moved", {}), place: copy}}
 
         self._change(
             lambda fits: {n: moved(fit) if n in numbers else fit for n, fit in fits.items()}
@@ -263,7 +261,12 @@ class Resumption:
 def _best_of(callback: Any) -> str:
     """The path of its best checkpoint; "": it has none on this machine."""
     best = getattr(callback, "best_model_path", "")
-    local = local_path(best) if best else None
+    return _place(best) if best else ""
+
+
+def _place(path: Any) -> str:
+    """The absolute path on this machine; "": it is another storage's."""
+    local = local_path(path)
     return "" if local is None else os.path.abspath(local)
 
 

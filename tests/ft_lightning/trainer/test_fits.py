@@ -26,6 +26,13 @@ def results(run: Run, name: int) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
 
 
+def killed_and_asks_again(run: Run, name: int, pid: int) -> None:
+    """Group `name`, whose process is `pid`, until its next life asks for a quorum."""
+    asked = run.events(name, *ASKS)
+    os.kill(pid, signal.SIGKILL)
+    run.until(lambda: run.events(name, *ASKS) > asked, "the next life to ask for a quorum")
+
+
 def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
     tmp_path: Path, lighthouse: str
 ) -> None:
@@ -124,9 +131,7 @@ def test_a_fit_is_passed_over_whose_checkpoint_a_later_one_has_removed(
             run.until_held(name, "step:2:13")
         (left,) = tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt")
         assert left.name == "epoch=2-step=12.ckpt"
-        asked = run.events(1, *ASKS)
-        os.kill(run.lines(1, "fits")[0]["pid"], signal.SIGKILL)
-        run.until(lambda: run.events(1, *ASKS) > asked, "the next life to ask for a quorum")
+        killed_and_asks_again(run, 1, run.lines(1, "fits")[0]["pid"])
         run.go("step:2:13")
         run.wait(supervisor)
     mine, theirs = (results(run, name) for name in (0, 1))
@@ -148,9 +153,7 @@ def test_loaders_that_are_reloaded_in_each_epoch_are_its_peers(
         supervisor = run.start()
         for name in (0, 1):
             run.until_held(name, "step:1:4")
-        asked = run.events(1, *ASKS)
-        os.kill(run.lines(1, "trained")[0]["pid"], signal.SIGKILL)
-        run.until(lambda: run.events(1, *ASKS) > asked, "the next life to ask for a quorum")
+        killed_and_asks_again(run, 1, run.lines(1, "trained")[0]["pid"])
         run.go("step:1:4")
         run.wait(supervisor)
     mine, theirs = (results(run, name) for name in (0, 1))
@@ -210,9 +213,7 @@ def test_one_that_comes_back_just_when_a_fit_ends_passes_over_it(
         run.until(lambda: any(run._is_held(name, place) for name in (0, 1)), "the end of the fit")
         holds = 0 if run._is_held(0, place) else 1
         killed = 1 - holds
-        asked = run.events(killed, *ASKS)
-        os.kill(run.lines(killed, "trained")[0]["pid"], signal.SIGKILL)
-        run.until(lambda: run.events(killed, *ASKS) > asked, "the next life to ask for a quorum")
+        killed_and_asks_again(run, killed, run.lines(killed, "trained")[0]["pid"])
         run.go(place)
         run.wait(supervisor)
     mine, theirs = (results(run, name) for name in (holds, killed))
