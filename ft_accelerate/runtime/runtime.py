@@ -520,7 +520,6 @@ class Runtime:
             self._end_if_told()
             first, self._aside = self.manager is None, False
             try:
-                self.group_ranks.refuse_if_over(together=first)
                 if first:
                     self._connect()
                 self._start(at)

@@ -40,9 +40,8 @@ from ft_core.shell.group_server import group_store
 from ft_core.shell.intra_group import OPEN_TIMEOUT_S, IntraGroup
 from ft_core.shell.local_lighthouse import DEFAULT_PORT
 from lighthouse.client import LighthouseClient
-from lighthouse.errors import LighthouseError, TrainingOver
+from lighthouse.errors import LighthouseError
 from lighthouse.files import machine_lock
-from lighthouse.wire.messages import OVER
 
 ASK_TIMEOUT_S = 5.0
 TRAINING = 1
@@ -198,17 +197,6 @@ class GroupRanks:
         # What a job's state remembers does not count: all of its members may be gone.
         mine = self.options.job_id
         return any(job["job_id"] == mine and job["highest_step"] > 0 for job in jobs)
-
-    def refuse_if_over(self, *, together: bool) -> None:
-        """Raise TrainingOver if all other groups have ended the training. So does the lighthouse, but only
-        after the connect timeout: until then others could come, and begin it anew with this one.
-
-        `together`: all processes of the group call it at the same place. If not, it is left to the
-        lighthouse where there are several.
-        """
-        asks = together or self.place.group_world_size == 1
-        if asks and self.from_rank_0(lambda: slot().all_have_passed(TRAINING)):
-            raise TrainingOver(f"{OVER} in all other processes")
 
     def tell_training(self, *, over: bool) -> None:
         """Tell the supervisor and the other groups whether this one has ended the training."""

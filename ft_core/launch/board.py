@@ -47,7 +47,8 @@ _STACKS_BYTES = 1 << 20  # of one rank, in a sparse file; faulthandler writes 10
 _CHILD_BYTES = _SLOT_BYTES + _RANKS * _STACKS_BYTES
 _FLAG, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<d")
 _JOINED_AT, _PROGRESS_AT, _LEADS_AT, _TRAINING_AT = 0, 8, 24, 32
-_DEAD_AT, _DISOWNED_AT, _REWRITTEN_AT = 40, 48, 56
+_ENDED_AT, _DISOWNED_AT, _REWRITTEN_AT = 40, 48, 56
+_DIED, _FINISHED = 1, 2
 
 
 @dataclass(slots=True)
@@ -110,10 +111,16 @@ class Board:
         self._memory[rest : at + _SLOT_BYTES] = bytes(at + _SLOT_BYTES - rest)
         _PROGRESS.pack_into(self._memory, at + _PROGRESS_AT, -1, 0)
 
+    def finished(self, child: int) -> None:
+        """Its process has ended well, so its script has: the others see it."""
+        at = child * _SLOT_BYTES
+        _FLAG.pack_into(self._memory, at + _TRAINING_AT, SCRIPT)
+        _FLAG.pack_into(self._memory, at + _ENDED_AT, _FINISHED)
+
     def died(self, child: int) -> None:
         """Its process has ended, and not well: the others see it."""
         at = child * _SLOT_BYTES
-        _FLAG.pack_into(self._memory, at + _DEAD_AT, 1)
+        _FLAG.pack_into(self._memory, at + _ENDED_AT, _DIED)
         if place := _text_in(self._memory, at + _WRITES_AT, _PLACE_BYTES):
             _put_text(self._memory, at + _LOST_AT, _PLACE_BYTES, place)
             if _FLAG.unpack_from(self._memory, at + _REWRITTEN_AT)[0]:  # read last: see `wrote`
@@ -220,13 +227,14 @@ class Slot:
         run, or is in a later one. Never where other machines train, too: it can't see them."""
         return self.whole and any(self._is_past(at, number) for at in self._others())
 
-    def all_have_passed(self, number: int) -> bool:
-        """The same of all others that live, of which there is one at least."""
-        others = self._others()
+    def others_are_past(self) -> bool:
+        """Whether all others that have not died, of which there is one at least, have ended the training that
+        this process is in. So none will come to train with it."""
+        others, number = self._others(), max(1, -self._get(self._at + _TRAINING_AT))
         return self.whole and bool(others) and all(self._is_past(at, number) for at in others)
 
     def _others(self) -> list[int]:
-        return [at for at in self._living() if at not in (self._at, self._keepers_at)]
+        return [at for at in self._not_dead() if at not in (self._at, self._keepers_at)]
 
     def _is_past(self, at: int, training: int) -> bool:
         told = self._get(at + _TRAINING_AT)
@@ -265,11 +273,12 @@ class Slot:
         and this is the first that is left. Never where other machines train, too: it can't see them."""
         if not self.whole:
             return False
-        living = self._living()
-        if any(self._get(at + _LEADS_AT) for at in living):
+        left = self._not_dead()
+        if any(self._get(at + _LEADS_AT) for at in left):
             return False
-        over = (at for at in living if self._get(at + _TRAINING_AT) > 0)
-        return self._at == min(over, default=-1)
+        over = (at for at in left if self._get(at + _TRAINING_AT) > 0)
+        runs = (at for at in over if not self._get(at + _ENDED_AT))
+        return self._at == min(runs, default=-1)
 
     def await_leader(self, number: int) -> None:
         """Wait until the process that writes for all has come to the end of training `number`, or is dead.
@@ -278,7 +287,7 @@ class Slot:
             time.sleep(LEADER_LOOK_S)
 
     def _leader_writes(self, number: int) -> bool:
-        leads = [at for at in self._living() if self._get(at + _LEADS_AT)]
+        leads = [at for at in self._not_dead() if self._get(at + _LEADS_AT)]
         # One that was stopped is still down as the leader beside its successor.
         return self.whole and bool(leads) and not any(self._is_past(at, number) for at in leads)
 
@@ -300,7 +309,7 @@ class Slot:
     def card(self, child: int, rank: int = 0) -> dict[str, Any] | None:
         """The card of a rank of a child; None: it has none, is known to be dead, or is just being written."""
         at = child * _SLOT_BYTES
-        return None if self._get(at + _DEAD_AT) else _card_in(self._memory, at, rank)
+        return None if self._get(at + _ENDED_AT) == _DIED else _card_in(self._memory, at, rank)
 
     def progress_of(self, child: int) -> tuple[int, int]:
         """The step of a child's last commit (-1: none), and how many it has made."""
@@ -325,12 +334,12 @@ class Slot:
 
     def others_train(self) -> bool:
         """Whether another process of this supervisor takes part in a quorum, as far as is known."""
-        return any(self._get(at + _JOINED_AT) for at in self._living() if at != self._at)
+        return any(self._get(at + _JOINED_AT) for at in self._not_dead() if at != self._at)
 
-    def _living(self) -> list[int]:
-        """Where the slots begin of processes that are not known to be dead."""
+    def _not_dead(self) -> list[int]:
+        """Where the slots begin of processes that live, as far as is known, or have finished."""
         slots = range(0, len(self._memory), _SLOT_BYTES)
-        return [at for at in slots if not self._get(at + _DEAD_AT)]
+        return [at for at in slots if self._get(at + _ENDED_AT) != _DIED]
 
     def _get(self, at: int) -> int:
         number: int = _FLAG.unpack_from(self._memory, at)[0]

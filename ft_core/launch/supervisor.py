@@ -494,6 +494,8 @@ class _Run:
         if exit_code:
             self.board.died(child.index)
             child.seen.lost = self.board.look(child.index).lost
+        else:
+            self.board.finished(child.index)
         held = self.board.card(self.board.keeper)
         version = None if held is None else Card.of(held).version
         kept = -1 if version is None else version.step

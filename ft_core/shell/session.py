@@ -41,6 +41,9 @@ LOOK_EVERY_S = 0.25
 """How often a collective that takes longer than this is looked at."""
 HANG_TIMEOUTS = 10
 """A loop that was evicted has this many timeouts to come back. Then a supervisor ends it."""
+IN_ALL_OTHERS = f"{OVER} in all other processes"
+OTHERS_LOOK_S = 0.5
+"""How often a rank that waits to be let in looks whether the others still train: nothing wakes it."""
 LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""
 
@@ -158,6 +161,10 @@ class Session:
         (GroupLeft) if the group has lost a rank (has left with one that was told to end)."""
         status = self.control.status
         if status.refused:
+            if status.reason.startswith(BROKEN) and self._others_are_past():
+                raise TrainingOver(
+                    IN_ALL_OTHERS
+                )  # which another rank of the group has found before
             if status.reason.startswith(LEFT):
                 raise GroupLeft(status.reason)
             if status.reason.startswith(BROKEN):
@@ -187,22 +194,31 @@ class Session:
 
     def wait_for(self, condition: Condition, deadline: float | None) -> bool:
         """Wait until `condition` holds; raises LighthouseUnavailable if the lighthouse stays
-        away for the connect timeout meanwhile."""
+        away for the connect timeout meanwhile, and TrainingOver as soon as the supervisor of the whole job
+        knows that all others have ended the training, where this rank is out of it."""
         limit_s = self._options.timeouts.connect_timeout_s
+        looks_s = OTHERS_LOOK_S if slot().whole else limit_s
         while True:
-            away = self.control.away_since
-            next_look = limit_s + (time.monotonic() if away is None else away)
+            away, now = self.control.away_since, time.monotonic()
+            next_look = min(limit_s + (now if away is None else away), now + looks_s)
             until = next_look if deadline is None else min(deadline, next_look)
             if self.control.wait(condition, until):
                 return True
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 return False
+            if self.control.status.outside and self._others_are_past():
+                raise TrainingOver(IN_ALL_OTHERS)
             away = self.control.away_since
             if away is not None and now >= away + limit_s:
                 raise LighthouseUnavailable(
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
+
+    def _others_are_past(self) -> bool:
+        # With a commit of its own a group may go on alone, also after it was away.
+        follows = self._options.trains and not self._options.group_commit
+        return follows and slot().others_are_past()
 
     def evicted(self) -> bool:
         """Whether this rank is `outside`: its peers may have a quorum without it. If this process was stopped

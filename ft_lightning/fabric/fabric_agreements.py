@@ -281,7 +281,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if self._warned or name == "barrier" or self._is_alone or not self._votes_each_step:
             return
         trained = manager is not None and manager.last_outcome() is not None
-        if manager is not None and trained and (self._window.local or self._lost or manager.left()):
+        if self._window.local or self._lost or (trained and manager is not None and manager.left()):
             return  # it comes again, or this group has no peers at this place
         self._warned = True
         why = (

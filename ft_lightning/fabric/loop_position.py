@@ -383,5 +383,5 @@ class Window:
         return first
 
     def break_off(self) -> None:
-        """The rest of this pass is void."""
-        self.void = True
+        """The rest of this pass is void: it does not move the place, which is its peers' if it healed."""
+        self.void, self.arrived = True, False

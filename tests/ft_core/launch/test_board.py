@@ -101,6 +101,12 @@ def test_the_first_that_is_left_after_the_training_takes_over() -> None:
         assert takers() == [2]
         slots[2].leads(True)
         assert takers() == []
+        slots[2].leads(False)
+        made.clear(0)
+        slots[0].training(1, over=True)
+        assert takers() == [0]
+        made.finished(0)  # it has not written for all
+        assert takers() == [2]
 
 
 def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
@@ -120,7 +126,7 @@ def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
         assert mine._leader_writes(1)
         leader.training(1, over=True)
         assert mine.has_passed(1) and not mine.has_passed(2)
-        assert not mine.all_have_passed(1) and not leader.all_have_passed(1), "one trains on"
+        assert not mine.others_are_past() and not leader.others_are_past(), "one trains on"
         mine.await_leader(1)
         leader.training(2, over=False)
         assert mine.has_passed(1) and not mine.has_passed(2)
@@ -129,9 +135,13 @@ def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
         assert not mine.has_passed(1)
         assert mine._leader_writes(1), "the one that was stopped leads again"
         stopped.training(1, over=True)
-        assert mine.all_have_passed(1) and not mine.all_have_passed(2)
+        assert mine.others_are_past()
+        mine.training(2, over=False)
+        assert not mine.others_are_past(), "they have not ended that one"
+        made.finished(2)
+        assert mine.others_are_past(), "its script has ended"
         made.died(2)
-        assert not mine.all_have_passed(1), "none is left that has"
+        assert not mine.others_are_past(), "none is left that has"
 
 
 def test_nothing_is_taken_over_where_other_machines_train() -> None:

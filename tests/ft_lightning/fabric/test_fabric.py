@@ -118,3 +118,25 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
     healed = next(i for i in both if i and mine[i - 1].get("participants") != 2)
     left = next(i for i in range(healed, len(mine)) if mine[i].get("participants") != 2)
     assert left > healed and mine[left]["kind"] == "commit"
+
+
+def test_one_that_was_stopped_while_its_peer_left_its_loop_does_not_train_on_alone(
+    tmp_path: Path,
+) -> None:
+    """The peer's script leaves its loop within an epoch, and ends: no data tells that it has finished."""
+    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "stop_at": 9, "holds": ["step:5"]}
+    with running(tmp_path, **options) as run:
+        main = run.start()
+        for index in (0, 1):
+            run.until_held(index, "step:5")
+        (stopped,) = run.lives(1)
+        os.kill(stopped, signal.SIGSTOP)
+        run.go("step:5")
+        run.until(lambda: "replica group 0 has finished" in run.output(), "group 0 to finish")
+        os.kill(stopped, signal.SIGCONT)
+        run.wait(main)
+        said = "replica group 1: the training has finished in all other processes"
+        assert said in run.output()
+    assert [line["step"] for line in run.lines(0)] == list(range(1, 10))
+    assert run.lives(1) == [stopped]
+    assert len(run.lines(1)) == 5

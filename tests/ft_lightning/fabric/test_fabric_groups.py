@@ -258,6 +258,40 @@ def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseSer
     assert first[2] == 16 and first[-1] == 8
 
 
+def test_who_heals_in_a_batch_goes_on_at_the_beginning_of_its_peers_batch(
+    two: Groups, server: LighthouseServer
+) -> None:
+    """The rest of its own batch does not count as done in theirs: each would wait for the other in another
+    collective, again and again."""
+    past = threading.Event()
+
+    def in_next_quorum() -> bool:
+        return is_member(server, two.options["job_id"], "1")
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        data = TensorDataset(torch.arange(16.0).reshape(-1, 1))
+        sums = []
+        for (batch,) in fabric.setup_dataloaders(DataLoader(data, 1)):
+            sums.append(float(gathered(fabric, index)))
+            if index == 1 and fabric.strategy.progress.step == 2:
+                fabric.strategy.manager.rejoin("it was away")
+                assert past.wait(PATIENCE_S)
+            if index == 0 and fabric.strategy.progress.step == 4:
+                past.set()
+                two.wait_for_joiner(server, "1")
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if index == 0 and fabric.strategy.progress.step == 5:
+                until(in_next_quorum, "group 1 to be in the quorum of the next batch")
+        return model.weight.item(), fabric.strategy.progress.step, sums[-3:]
+
+    first, second = two.run(body)
+    assert first == second
+    assert first[1] == 8 and first[2][-2:] == [21.0] * 2
+
+
 @pytest.mark.parametrize("raising", [[1], [1, 2]], ids=["one of two", "two of three"])
 @pytest.mark.parametrize("half", [True, False], ids=["half an update", "no update"])
 def test_an_optimizer_that_raises_and_a_loop_that_goes_on(
