@@ -392,6 +392,7 @@ class FTFabricMixin(FabricSavesMixin):
     def _start(self) -> None:
         """All is set up, and a checkpoint loaded: tell the manager where this group starts."""
         assert self._manager is not None
+        self._say_if_newer()
         self._refuse_if_over()
         self._started = True
         if self._votes_each_step:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -23,7 +24,9 @@ from ft_core.ddp import refuse_arguments
 from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch import board
+from ft_core.launch.import_hook import newer_than_tested
 from ft_core.launch.narrator import Narrator
+from ft_core.launch.supervisor import say
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.shell.intra_group import IntraGroup
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+NEWEST = "2.6"
+"""The last version of Lightning that was tested."""
 _TIMEOUT = timedelta(minutes=30)
 KEEP_STATE_S = 30.0
 """Seconds of work that the death of all replica groups may cost, by default."""
@@ -295,6 +300,13 @@ class StrategyBase(_Base):
             namespace = "lightning.fabric" if "." in namespace else "lightning_fabric"
             module = module.removeprefix("fabric.")
         return importlib.import_module(f"{namespace}.{module}")
+
+    def _say_if_newer(self) -> None:
+        """Before the first step."""
+        lightning = sys.modules[self._stock_class.__module__.partition(".")[0]]
+        newer = newer_than_tested(lightning, NEWEST, "ft_lightning")
+        if newer and self.scope.rank == 0:
+            say("ft_lightning", newer)
 
     # ------------------------------------------------------------------ ranks
 

@@ -29,7 +29,6 @@ import torch
 from ft_core.errors import StartAgain
 from ft_core.launch import board
 from ft_core.launch.ending import Sigterm
-from ft_core.launch.import_hook import newer_than_tested
 from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
 from ft_lightning.shared.step_collectives import CopyRanks, operation, refuse_gradients
@@ -55,8 +54,6 @@ from lighthouse.errors import TrainingOver
 from lighthouse.files import machine_lock
 
 ENV_WORLD_SIZE = "WORLD_SIZE"
-NEWEST = "2.6"
-"""The last version of Lightning that was tested."""
 
 
 ENDED_MEANWHILE = (
@@ -251,10 +248,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._setup_evaluation(trainer)
             return
         check_counters(trainer)
-        lightning = sys.modules[type(trainer).__module__.partition(".")[0]]
-        newer = newer_than_tested(lightning, NEWEST, "ft_lightning")
-        if newer and self.scope.rank == 0:
-            say("ft_lightning", newer)
+        self._say_if_newer()
         self._shut_down()
         self._training_is_over(False)
         self._checkpoints.begin()

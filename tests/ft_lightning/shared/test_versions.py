@@ -26,19 +26,36 @@ Trainer(strategy="ft_ddp", accelerator="cpu", devices=1, max_epochs=1, limit_tra
         enable_model_summary=False).fit(BoringModel())
 print("trained")
 """
+FABRIC = """
+import lightning
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+import ft_lightning
+
+lightning.__version__ = "2.99.1"
+fabric = Fabric(strategy="ft_ddp", accelerator="cpu", devices=1)
+fabric.launch()
+net = torch.nn.Linear(2, 1)
+model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for batch in fabric.setup_dataloaders(DataLoader(torch.ones(2, 2))):
+    fabric.backward(model(batch).sum())
+    optimizer.step()
+print("trained")
+"""
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("counters", ["there", "moved"])
+@pytest.mark.parametrize("counters", ["there", "moved", "none (Fabric)"])
 def test_a_newer_lightning_is_taken_with_a_warning_or_refused(
     tmp_path: Path, counters: str
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(FABRIC if "Fabric" in counters else SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "FT_JOB_ID": str(tmp_path)}
     done = workers.run("lightning", [str(script), counters], env=env)
     said = done.stdout + done.stderr
-    if counters == "there":
+    if counters != "moved":
         assert done.returncode == 0, said
         assert said.count("lightning 2.99.1 is newer than what ft_lightning was tested with (") == 1
         assert "trained" in said
