@@ -156,10 +156,10 @@ class FabricPeriodicMixin(FTFabricMixin):
         """Between two inner steps: join, or count the one that is done."""
         if self._starting or self._manager is None or not self._optimizers:
             return
+        if by_loader and not self._leads(self._fetching):
+            return
         if not self._started:
             self._start()
-        if by_loader:
-            self.progress.lead = self._fetching
         self._starting = True
         try:
             if not self._entered:

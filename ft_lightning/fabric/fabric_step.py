@@ -78,8 +78,6 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._starting = self._started = self._healed = self._took_over = False
         self._fed_by_loader = False
         self._fetching: LoaderPlace | None = None
-        self._lead: LoaderPlace | None = None
-        """Of the loader whose batches windows begin with."""
         self._before: list[tuple[int, int, bool]] = []
         """Places of the loaders when the window began."""
         self._alone: Any = None
@@ -144,7 +142,7 @@ class FabricStepMixin(FabricAgreementsMixin):
 
     def _abandoned(self) -> bool:
         """Whether the loop began a new epoch instead of going on at the peers' place."""
-        lead = self._lead
+        lead = self.progress.lead
         if self._open or lead is None:
             return False
         known = dict(zip(map(id, self.progress.places), self._before, strict=False))
@@ -153,11 +151,11 @@ class FabricStepMixin(FabricAgreementsMixin):
     def _leads(self, place: LoaderPlace | None) -> bool:
         """Whether windows begin with this loader's batches. They begin with those of the first
         loader that is read, while it is read; others are read within windows."""
-        lead = self._lead
+        lead = self.progress.lead
         if lead is None or not lead.active or lead is place:
             self._refuse_unshared(place)
-            self._lead = self.progress.lead = place
-        return self._lead is place
+            self.progress.lead = place
+        return self.progress.lead is place
 
     def _refuse_unshared(self, place: LoaderPlace | None) -> None:
         """Raise ValueError for training data of which a hot spare could not take over a share."""
@@ -221,10 +219,12 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._go_to_window()
 
     def _aligned(self) -> bool:
-        return self._fed_by_loader and self._lead is not None and self._lead.placeable
+        lead = self.progress.lead
+        return self._fed_by_loader and lead is not None and lead.placeable
 
     def _in_pass(self) -> bool:
-        return self._window.open or (self._lead is not None and self._lead.active)
+        lead = self.progress.lead
+        return self._window.open or (lead is not None and lead.active)
 
     # ------------------------------------------------------------------ gradients
 

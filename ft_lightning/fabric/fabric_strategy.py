@@ -245,13 +245,13 @@ class FTFabricMixin(FabricSavesMixin):
         Raises RuntimeError if no batch was read from `fabric.setup_dataloaders`. Any thread.
         """
         self._asks_number = True
-        lead = self._lead
-        if lead is None or not lead.batch:
+        lead = self.progress.lead
+        if lead is None or lead.at_hand < 0:
             raise RuntimeError(
                 "strategy.batch_idx is the number of a batch: read it within a loop over training data "
                 "from fabric.setup_dataloaders"
             )
-        return lead.batch - 1
+        return lead.at_hand
 
     def register(self, name: str, state: Any) -> None:
         """Have `state` heal with the model: a dict, or an object with `state_dict` and
@@ -281,8 +281,8 @@ class FTFabricMixin(FabricSavesMixin):
 
     def _at_exit(self) -> None:
         """The script has ended: at the end of its data, or by an error or a signal?"""
-        failed = hasattr(sys, "last_value") or self._sigterm.noted
-        if self._lead is not None and self._lead.exhausted and not failed:
+        failed, lead = hasattr(sys, "last_value") or self._sigterm.noted, self.progress.lead
+        if lead is not None and lead.exhausted and not failed:
             self._finished = True
         self.leave()
 
@@ -440,7 +440,7 @@ class FTFabricMixin(FabricSavesMixin):
             return {} if in_round else self._tensors_to_heal()
         if in_round:
             return {"round": self._round_of}
-        lead = self._lead
+        lead = self.progress.lead
         # The target begins with the first batch of the window.
         places = self._before if self._votes_each_step else self._places()
         return {
@@ -487,7 +487,7 @@ class FTFabricMixin(FabricSavesMixin):
         self.precision.load_state_dict(state["precision"])
         self.progress.load_state_dict(state["progress"])
         lead = state["lead"]
-        place = self._lead = self.progress.lead = self.progress.places[lead] if lead >= 0 else None
+        place = self.progress.lead = self.progress.places[lead] if lead >= 0 else None
         # From what was kept all go on, with equal counts.
         self._joined = None
         if place is not None and not self._went_on:
@@ -503,7 +503,7 @@ class FTFabricMixin(FabricSavesMixin):
     def refuse_own_count(self) -> None:
         """Gradients are about to be accumulated. Raises RuntimeError if the script decides that by a count
         of its own, which is not its peers' since this group came back."""
-        lead = self._lead
+        lead = self.progress.lead
         if self._joined is None or lead is None or self._asks_number:
             return
         epoch, uncounted = self._joined

@@ -53,6 +53,7 @@ class LoaderPlace:
         epoch: how often the loader was iterated before, which samplers are seeded with.
         batch: how many batches of this epoch were given out.
         given: how many batches the iteration under way has given to its loop: what `enumerate` counts.
+        at_hand: the number of the last one in its epoch, also after a heal to another place; -1: none.
         active: an iteration is under way.
         exhausted: the last iteration came to the end of the data.
         moved: the iteration under way must continue at another place.
@@ -67,6 +68,7 @@ class LoaderPlace:
     epoch: int = -1
     batch: int = 0
     given: int = 0
+    at_hand: int = -1
     active: bool = False
     exhausted: bool = False
     moved: bool = False
@@ -117,7 +119,7 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         epoch: epochs that `strategy.epochs` has completed.
         step: committed optimizer steps.
         places: of the loaders, in the order in which they were set up.
-        lead: of the loader whose batches are trained on; None: none was read yet.
+        lead: of the loader whose batches are trained on, with which windows begin; None: none was read yet.
         unknown: a sentence, if it can't be said which samples are left of the loaded epoch; else "".
     """
 
@@ -262,6 +264,7 @@ def _batches(
             except StopIteration:
                 place.exhausted = True
                 return
+            place.at_hand = place.batch
             place.batch += 1
             place.given += 1
             yield batch

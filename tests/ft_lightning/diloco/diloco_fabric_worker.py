@@ -68,7 +68,7 @@ def run(options: dict[str, Any]) -> None:
                 "committed": strategy.manager.last_outcome().committed,
                 "participants": strategy.manager.last_outcome().participants,
                 "step": strategy.current_step,
-                "place": [strategy.progress.places[0].epoch, strategy.progress.places[0].batch],
+                "place": [strategy.progress.places[0].epoch, strategy.batch_idx],
                 "lr": inner.param_groups[0]["lr"],
                 "digest": digest(net.state_dict()),
             }
