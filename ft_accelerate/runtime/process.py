@@ -110,7 +110,7 @@ def forget() -> None:
 
 
 def _make(plugin: FaultTolerancePlugin) -> Runtime:
-    end_with_a_line("ft_accelerate")
+    end_with_a_line("ft_accelerate", str(plugin.replica_group_id))
     runtime = Runtime(plugin, ReplicaEnv.read(), Supervision.read())
     if uses("FSDP"):
         runtime.group_ranks.hold_shards()

@@ -45,26 +45,28 @@ CODES: dict[type[BaseException], int] = {
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-def end_with_a_line(whose: str) -> None:
+def end_with_a_line(whose: str, name: str) -> None:
     """From now on an error of `CODES` that nothing catches ends this process in this way; idempotent.
 
     At once, without what waits for the interpreter's end: it could need the lighthouse. `whose`: the
-    package that speaks.
+    package that speaks. `name`: of this replica group.
     """
     if not hasattr(sys.excepthook, "ft_core"):
-        sys.excepthook = _ending(whose, sys.excepthook)
+        sys.excepthook = _ending(whose, name, sys.excepthook)
 
 
-def _ending(whose: str, otherwise: _Hook) -> _Hook:
+def _ending(whose: str, name: str, otherwise: _Hook) -> _Hook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = next((code for each, code in CODES.items() if issubclass(kind, each)), None)
         if code is None:
             otherwise(kind, error, trace)
             return
-        known, of_group = ReplicaEnv.read(), issubclass(kind, TrainingOver | StartAgain)
+        of_group = issubclass(kind, TrainingOver | StartAgain)
         # The supervisor of several groups adds nothing to these.
-        group = f"replica group {known.name}: " if of_group and slot().there else ""
-        if not (of_group and known.group_rank):  # all ranks of the group end so, and one tells
+        group = f"replica group {name}: " if of_group and slot().there else ""
+        if not (
+            of_group and ReplicaEnv.read().group_rank
+        ):  # all ranks of the group end so, and one tells
             # Not `sys.stderr`: torch.distributed has put a buffer there, which it prints when this returns.
             print(f"{whose}: {group}{error}", file=sys.__stderr__, flush=True)
         sys.stdout.flush()

@@ -193,7 +193,7 @@ def live_with_group(scope: Scope) -> None:
         die_with(scope.supervisor_pid)
         for name in _RANK_ZERO_LOGGERS:
             logging.getLogger(name).addFilter(_said_by_the_supervisor)
-    end_with_a_line("ft_lightning")
+    end_with_a_line("ft_lightning", scope.name)
 
 
 _RANK_ZERO_LOGGERS = (

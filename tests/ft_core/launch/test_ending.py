@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_core.launch.board import Board
 from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,7 +20,7 @@ from ft_core.launch.ending import end_with_a_line
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
 
 for _ in range(2):
-    end_with_a_line("ft_package")
+    end_with_a_line("ft_package", "1")
 atexit.register(print, "waits for the lighthouse")
 print("before")
 raise {error}("a sentence")
@@ -66,6 +67,24 @@ def test_one_rank_tells_what_ends_its_group(rank: str) -> None:
     )
     assert done.returncode == 79
     assert done.stderr == ("" if rank == "1" else "ft_package: a sentence\n")
+
+
+def test_under_a_supervisor_the_line_names_the_group() -> None:
+    """Whatever the launcher calls it, and wherever: an integration may have variables of its own."""
+    supervisors = Board(2)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT.replace("{error}", "TrainingOver")],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            cwd=ROOT,
+            env={**os.environ, **supervisors.environment(1)},
+            pass_fds=supervisors.descriptors,
+        )
+    finally:
+        supervisors.close()
+    assert done.stderr == "ft_package: replica group 1: a sentence\n"
 
 
 def test_it_imports_no_torch() -> None:
