@@ -375,7 +375,7 @@ class Attempts:
             # Peers may be late for longer than the lighthouse may be away. It ends their delay, or it
             # says for which groups the job waits, as it does at the start of a step.
             look = away_s + (session.control.away_since or now)
-            status = session.control.vote(vote, min(deadline, look))
+            status = session.vote(vote, min(deadline, look))
             if status.outcome is not None:
                 return status, status.outcome
             session.check_refused()

@@ -318,6 +318,7 @@ class Manager:
             QuorumUnavailable: no quorum within the timeout; says what it waited for.
             JoinRefused: the lighthouse refuses this replica group, or its peers refuse it their state
                 (another `token`, `heal_allow_objects`); says why.
+            TrainingOver: all others have ended the training.
             LighthouseUnavailable: no lighthouse answers at the address.
             GroupBroken: another rank of this replica group is gone.
             StepInDoubt: the outcome of a vote that was given up is still not known.
@@ -381,7 +382,7 @@ class Manager:
                 within `timeout`. Call it again to wait longer. A loop that begins another step instead gives up this one: if
                 it was committed after all, this member heals, since its update is missing here.
             TooManyDiscards: `max_retries` steps in a row were discarded.
-            QuorumUnavailable, JoinRefused, GroupBroken: as `start_quorum`.
+            QuorumUnavailable, JoinRefused, TrainingOver, GroupBroken: as `start_quorum`.
         """
         return self._attempts.end(
             timeout,

@@ -19,6 +19,7 @@ under `_lock` and sent by the holder of `_io`.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import select
@@ -56,6 +57,8 @@ log = logging.getLogger("ft_core")
 Condition = Callable[[ReplicaStatus], bool]
 FOREVER_S = 3600.0
 GOODBYE_LINGER_S = 1.0
+OUTSIDE_LOOK_S = 1.0
+"""How often a rank that waits outside looks whether the others still train: nothing wakes it."""
 SPIN_S = 0.0005
 """How long the loop's thread looks for an answer before it sleeps."""
 
@@ -221,8 +224,12 @@ class Control:
         now = time.monotonic()
         return READ_S + (now if now > self._planned + ABSENT_S else self._resumed_at)
 
-    def vote(self, vote: CastVote, deadline: float) -> ReplicaStatus:
+    def vote(
+        self, vote: CastVote, deadline: float, outside: Callable[[], None] = lambda: None
+    ) -> ReplicaStatus:
         """`submit`, then wait for the outcome, with the socket driven by the calling thread.
+
+        `outside` is called every `OUTSIDE_LOOK_S` while this rank is outside, and may raise.
 
         The status has no outcome if `deadline` (time.monotonic) has passed, or the rank was
         refused. Then, and after an exception, the outcome is not known to the machine either until
@@ -235,7 +242,7 @@ class Control:
                 with self._lock:
                     self._handle(vote, time.monotonic())
                     self._notify_waiting()
-                return self._await_outcome(deadline)
+                return self._await_outcome(deadline, outside)
             except BaseException:  # such as KeyboardInterrupt
                 self._stop_waiting()
                 raise
@@ -266,9 +273,9 @@ class Control:
 
     # ------------------------------------------------------------------ the socket
 
-    def _await_outcome(self, deadline: float) -> ReplicaStatus:
+    def _await_outcome(self, deadline: float, outside: Callable[[], None]) -> ReplicaStatus:
         """Drive the socket in the caller's thread until the step is over. Holds `_io`."""
-        began, overdue = time.monotonic(), None
+        began, overdue, ask_at = time.monotonic(), None, math.inf
         while True:
             self._turn()
             status = self.status
@@ -282,6 +289,13 @@ class Control:
                 if overdue.passed(deadline, now):
                     return self._stop_waiting()
                 look_at = overdue.look_at(deadline)
+            if status.outside:
+                if now >= ask_at:
+                    outside()
+                ask_at = min(ask_at, now + OUTSIDE_LOOK_S)
+                look_at = min(look_at, ask_at)
+            else:
+                ask_at = math.inf
             timeout_s = self._timeout(look_at)
             spin_s = began + SPIN_S - time.monotonic() if self._prompt else 0.0
             self._sleep(self._drive_epoll, timeout_s, spin_s)

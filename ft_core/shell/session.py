@@ -14,7 +14,15 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.launch.board import slot
 from ft_core.process_group import ProcessGroup
-from ft_core.replica.events import DISCARDS_STATE, Depart, Fail, Remark, ReplicaEvent, Tried
+from ft_core.replica.events import (
+    DISCARDS_STATE,
+    CastVote,
+    Depart,
+    Fail,
+    Remark,
+    ReplicaEvent,
+    Tried,
+)
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import (
@@ -23,7 +31,7 @@ from ft_core.replica.status import (
     ReplicaStatus,
     Stage,
 )
-from ft_core.shell.control import Condition, Control, Link
+from ft_core.shell.control import OUTSIDE_LOOK_S, Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
 from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer, silence
 from ft_core.telemetry import WAITING, Telemetry
@@ -41,9 +49,6 @@ LOOK_EVERY_S = 0.25
 """How often a collective that takes longer than this is looked at."""
 HANG_TIMEOUTS = 10
 """A loop that was evicted has this many timeouts to come back. Then a supervisor ends it."""
-IN_ALL_OTHERS = f"{OVER} in all other processes"
-OTHERS_LOOK_S = 0.5
-"""How often a rank that waits to be let in looks whether the others still train: nothing wakes it."""
 LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""
 
@@ -161,10 +166,8 @@ class Session:
         (GroupLeft) if the group has lost a rank (has left with one that was told to end)."""
         status = self.control.status
         if status.refused:
-            if status.reason.startswith(BROKEN) and self._others_are_past():
-                raise TrainingOver(
-                    IN_ALL_OTHERS
-                )  # which another rank of the group has found before
+            if status.reason.startswith(BROKEN):  # by another rank that has found this before?
+                self._refuse_if_others_are_past()
             if status.reason.startswith(LEFT):
                 raise GroupLeft(status.reason)
             if status.reason.startswith(BROKEN):
@@ -197,7 +200,7 @@ class Session:
         away for the connect timeout meanwhile, and TrainingOver as soon as the supervisor of the whole job
         knows that all others have ended the training, where this rank is out of it."""
         limit_s = self._options.timeouts.connect_timeout_s
-        looks_s = OTHERS_LOOK_S if slot().whole else limit_s
+        looks_s = OUTSIDE_LOOK_S if slot().whole else limit_s
         while True:
             away, now = self.control.away_since, time.monotonic()
             next_look = min(limit_s + (now if away is None else away), now + looks_s)
@@ -207,18 +210,23 @@ class Session:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 return False
-            if self.control.status.outside and self._others_are_past():
-                raise TrainingOver(IN_ALL_OTHERS)
+            if self.control.status.outside:
+                self._refuse_if_others_are_past()
             away = self.control.away_since
             if away is not None and now >= away + limit_s:
                 raise LighthouseUnavailable(
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
 
-    def _others_are_past(self) -> bool:
+    def vote(self, vote: CastVote, deadline: float) -> ReplicaStatus:
+        """As `Control.vote`; raises TrainingOver as `wait_for`."""
+        return self.control.vote(vote, deadline, self._refuse_if_others_are_past)
+
+    def _refuse_if_others_are_past(self) -> None:
         # With a commit of its own a group may go on alone, also after it was away.
         follows = self._options.trains and not self._options.group_commit
-        return follows and slot().others_are_past()
+        if follows and slot().others_are_past():
+            raise TrainingOver(f"{OVER} in all other processes")
 
     def evicted(self) -> bool:
         """Whether this rank is `outside`: its peers may have a quorum without it. If this process was stopped

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from datetime import timedelta
 from enum import Enum
@@ -207,21 +207,33 @@ class StepDriver:
         try:
             if self._trainer.received_sigterm and not self._manager.in_quorum():
                 self._leave()  # it came before: there is no step to finish, and others may never come
-            # Between batches the weights are in use: a validation is computed with one set of them.
-            self._manager.start_quorum(takes_state=place is not Place.ROUND)
-            while self._visit is not None:
-                self._sit_in(self._visit)
-                self._manager.start_quorum()
+            with self._ending():
+                # Between batches the weights are in use: a validation is computed with one set of them.
+                self._manager.start_quorum(takes_state=place is not Place.ROUND)
+                while self._visit is not None:
+                    self._sit_in(self._visit)
+                    self._manager.start_quorum()
             self._follow_quorum()
-        except GroupLeft:  # another rank of this group received SIGTERM, so this one ends, too
-            self._leave()
-        except TrainingOver as error:
-            raise self._over(error) from None
         finally:
             self._starting, self._place = 0, None
         self.open = place is not Place.ROUND
         if place is Place.STEP:
             self._check_place()
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """What ends a fit while it waits for its peers."""
+        try:
+            yield
+        except GroupLeft:  # another rank of this group received SIGTERM, so this one ends, too
+            self._leave()
+        except TrainingOver as error:
+            raise self._over(error) from None
+
+    def _should_commit(self, **options: Any) -> bool:
+        """Vote, as `Manager.should_commit`."""
+        with self._ending():
+            return self._manager.should_commit(**options)
 
     def _follow_quorum(self) -> None:
         """Tell `on_quorum` if this process's part in the quorum has changed."""
@@ -349,9 +361,7 @@ class StepDriver:
             self._manager.leave_after_step()
         ends = self._any_ends()
         control = self._decisions.control(self._votes)
-        self.last_committed = self._manager.should_commit(
-            control=control, admits=self._batch_follows()
-        )
+        self.last_committed = self._should_commit(control=control, admits=self._batch_follows())
         self.open = False
         if not self.last_committed:
             if leaving:
@@ -436,8 +446,8 @@ class StepDriver:
             agreed = agree(
                 lambda: [] if mine is None else gather_bytes(self._manager, mine),
                 begin=self._begin_round,
-                vote=lambda: self._manager.should_commit(
-                    self._patience, no_update=True, admits=last
+                vote=lambda: self._should_commit(
+                    timeout=self._patience, no_update=True, admits=last
                 ),
                 is_behind=self._manager.is_healing,
             )

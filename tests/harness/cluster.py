@@ -36,7 +36,9 @@ _AFTER_ERROR_S = 60.0
 
 
 @contextmanager
-def lighthouse(*, all_join: bool = False, **config: Any) -> Iterator[LighthouseServer]:
+def lighthouse(
+    *, bind: str = "tcp://127.0.0.1:0", all_join: bool = False, **config: Any
+) -> Iterator[LighthouseServer]:
     """A lighthouse for one test. `timeout_s` among `config` is its one knob. It has more patience
     with a silence than that says: all members are threads of one busy process. `all_join`: the first
     quorum has all expected members, however slow they are; else some come after the join timeout."""
@@ -50,9 +52,7 @@ def lighthouse(*, all_join: bool = False, **config: Any) -> Iterator[LighthouseS
     timeouts = Timeouts.derive(
         timeout_s, **{"heartbeat_timeout_s": silence_s, "heartbeat_s": silence_s / 10, **given}
     )
-    server = LighthouseServer(
-        "tcp://127.0.0.1:0", config=LighthouseConfig(timeouts=timeouts, **config)
-    )
+    server = LighthouseServer(bind, config=LighthouseConfig(timeouts=timeouts, **config))
     try:
         yield server
     finally:

@@ -12,8 +12,10 @@ from ft_core.config import JobOptions
 from ft_core.launch.board import Board, Seen, reported, slot
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
+from ft_core.replica.status import Attempt, ReplicaStatus
+from lighthouse.errors import TrainingOver
 from tests.harness.cluster import Replica, as_child, board_of, lighthouse, replicas
-from tests.harness.waiting import until
+from tests.harness.waiting import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -148,6 +150,45 @@ def test_nothing_is_taken_over_where_other_machines_train() -> None:
     with board_of(1, whole=False) as made, as_child(made, 0):
         slot().training(1, over=True)
         assert not slot().takes_over()
+
+
+def status_of(replica: Replica) -> ReplicaStatus:
+    session = replica.manager._session
+    assert session is not None
+    return session.control.status
+
+
+def test_a_vote_that_waits_outside_ends_when_all_others_have_ended_the_training(
+    board: Board,
+) -> None:
+    """The lighthouse is a new one, and waits for the other member, which may know what became of the step."""
+    done, outcomes = threading.Event(), list[bool]()
+
+    def ends() -> None:
+        a.run_to(1)
+        a.begin()
+        until(lambda: status_of(b).attempt is Attempt.VOTED, "the vote")
+        first.shutdown()
+        a.close()
+        with lighthouse(bind=first.address(), all_join=True, expected_replicas=2):
+            until(lambda: status_of(b).outside, "it to be outside")
+            board.finished(0)
+            assert done.wait(PATIENCE_S)
+
+    def votes() -> None:
+        b.run_to(1)
+        gradient = b.begin()
+        try:
+            with pytest.raises(TrainingOver, match="finished in all other processes"):
+                outcomes.append(b.end(gradient))
+        finally:
+            done.set()
+            b.close()
+
+    with lighthouse(all_join=True, expected_replicas=2) as first:
+        a, b = (Replica(first, name) for name in "ab")
+        replicas(ends, votes)
+    assert not outcomes
 
 
 def test_a_loop_that_is_evicted_is_to_be_back_and_comes_back(board: Board) -> None:
