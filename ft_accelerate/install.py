@@ -31,6 +31,7 @@ from ft_accelerate.options import (
 )
 from ft_accelerate.runtime import (
     accelerate_trackers,
+    batch_size,
     group_shards,
     loaders,
     periodic,
@@ -47,7 +48,6 @@ from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import EARLY, Phase
 from ft_accelerate.seams import Seam, around
 from ft_core.launch.import_hook import when_imported
-from ft_core.step import updating
 
 log = logging.getLogger("ft_accelerate")
 
@@ -369,8 +369,7 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
         runtime.reducer.check_complete()
     if runtime.num_processes > 1:
         runtime.prepared.refuse_unfrozen(self.optimizer)
-    # What it raises, which the script may catch, costs this process its state: that may be half updated.
-    with nullcontext() if runtime.manager is None else updating(runtime.manager):
+    with batch_size.updating(runtime):
         original(self, closure)
     runtime.position.step_taken()
     return None
@@ -458,6 +457,10 @@ SEAMS = (
         Seam(module, name, ("function",), _launch_from_notebook)
         for module in ("accelerate.launchers", "accelerate")
         for name in ("notebook_launcher", "debug_launcher")
+    ),
+    *(
+        Seam(module, "find_executable_batch_size", ("function",), batch_size.search)
+        for module in ("accelerate.utils.memory", "accelerate.utils", "accelerate")
     ),
 )
 """All that we lean on by name, and what takes its place."""

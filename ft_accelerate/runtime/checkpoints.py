@@ -321,7 +321,7 @@ class SavedPosition:
             has_trained: what this script has prepared has trained before.
         """
         position = self._position
-        if kept.begun > position.begun:
+        if position.is_in_past_of(kept):
             log.warning(LEFT_OUT, "with an earlier training of the script")
             return False
         if past is not None:

@@ -120,6 +120,12 @@ def generator_of(loader: Any) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None
 
 
+def seeded_sampler(loader: Any) -> SeedableRandomSampler | None:
+    """The one of this loader whose order is that of a seed, Accelerate's `use_seedable_sampler`."""
+    sampler = getattr(loader, "get_sampler", lambda: None)()
+    return sampler if isinstance(sampler, SeedableRandomSampler) else None
+
+
 def draws_from_torch(loader: Any) -> bool:
     """Whether its order of samples comes from torch's own generator: a sampler without one, such as
     `WeightedRandomSampler`, or that of transformers' `group_by_length`. It is the same in all processes

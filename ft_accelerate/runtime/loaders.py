@@ -17,11 +17,12 @@ from ft_accelerate.runtime.divided_data import (
     is_stateful,
     read_as,
     refuse_uneven,
+    seeded_sampler,
 )
 from ft_accelerate.runtime.process import active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import Phase
-from ft_accelerate.runtime.world_collectives import broadcast
+from ft_accelerate.runtime.world_collectives import take_main
 
 Original = Callable[[Any], Iterator[Any]]
 
@@ -49,7 +50,7 @@ _first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary(
 def prepared(runtime: Runtime, loader: Any) -> None:
     """The script has prepared a loader. In mid-training (the next fold's, say) its order was drawn by each
     process on its own, and one that has come back draws otherwise."""
-    if runtime.manager is not None and generator_of(loader) is not None:
+    if runtime.manager is not None and (generator_of(loader) or seeded_sampler(loader)):
         _later_loaders.add(loader)
 
 
@@ -128,9 +129,16 @@ class _Pass:
             _later_loaders.discard(loader)
             if not iteration.yielded:
                 state = self._generator.get_state()
-                broadcast(state)
+                take_main(state)
                 self._generator.set_state(state)
                 iteration.generator_state = state
+        sampler = seeded_sampler(loader)
+        if sampler is not None and loader in _later_loaders:
+            _later_loaders.discard(loader)
+            if not iteration.yielded:
+                seed = torch.tensor(divmod(sampler.initial_seed, 1 << 32))
+                take_main(seed)
+                sampler.initial_seed = (int(seed[0]) << 32) + int(seed[1])
         if is_stateful(loader):
             return self._start_stateful()
         skip = iteration.yielded - iteration.left_out

@@ -191,11 +191,13 @@ class Prepared:
 
     Attributes:
         models: those that were prepared, held weakly; the ones that are gone stay in it.
+        adding: whether another one is being prepared, which its accelerator does not know yet.
     """
 
     def __init__(self) -> None:
         self._accelerators: list[weakref.ref[Any]] = []
         self.models: list[weakref.ref[FaultTolerantModel]] = []
+        self.adding = False
 
     def adopt(self, accelerator: Any) -> None:
         """Heal this accelerator's objects, besides those of the others that live."""

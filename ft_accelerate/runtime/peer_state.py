@@ -19,8 +19,8 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
-from ft_accelerate.runtime.divided_data import generator_of
-from ft_accelerate.runtime.script_position import Target
+from ft_accelerate.runtime.divided_data import generator_of, seeded_sampler
+from ft_accelerate.runtime.script_position import Iteration, Target
 from ft_core.heal import digest
 from ft_core.heal.shardings import local_part
 
@@ -192,6 +192,20 @@ def moments(optimizers: Iterable[Any]) -> list[Tensor]:
     ]
 
 
+def take_start(
+    accelerators: Accelerators, active: Iterable[Iteration], state: dict[str, Any], models: bool
+) -> None:
+    """Begin with a dumped `state`. A pass over data that is under way takes over its shuffling, too."""
+    mine = generators(accelerators)
+    before = [generator.get_state() for generator in mine]
+    restore(accelerators, state, models=models)
+    for iteration in active:
+        for generator, old in zip(mine, before, strict=True):
+            known = iteration.generator_state
+            if known is not None and torch.equal(known, old):
+                iteration.generator_state = generator.get_state()
+
+
 def lineage_of_start(accelerators: Accelerators, *, allow_objects: bool) -> str:
     """Name of the state in which a run starts; equal for replica groups that start alike."""
     state = dump(accelerators, None)
@@ -224,10 +238,8 @@ def _generators_of_one(accelerator: Any) -> list[torch.Generator]:
 
 
 def _seeded(accelerator: Any) -> list[SeedableRandomSampler]:
-    samplers = [
-        getattr(loader, "get_sampler", lambda: None)() for loader in accelerator._dataloaders
-    ]
-    return [s for s in samplers if isinstance(s, SeedableRandomSampler)]
+    samplers = [seeded_sampler(loader) for loader in accelerator._dataloaders]
+    return [sampler for sampler in samplers if sampler is not None]
 
 
 def _stateful(accelerator: Any) -> list[Any]:

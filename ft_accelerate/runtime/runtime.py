@@ -111,14 +111,14 @@ class Runtime:
         self.own_writes = OwnWrites(slot())
         self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._finished = False
+        self._untaken = False
         self._at = "fetch"
         self._starting = 0  # the thread in which a quorum is being started
         self._healed: dict[str, Any] | None = None
         self._headerless = NO_QUORUM  # the quorum in which gradients go without a header
         self._sigterm = Sigterm(self._is_waiting)
-        self._sink: JsonlSink | None = None
-        if place.event_log:
-            self._sink = JsonlSink(Path(place.event_log), name=str(ranks.number))
+        log_to = place.event_log
+        self._sink = JsonlSink(Path(log_to), name=str(ranks.number)) if log_to else None
         if supervision.pid:
             die_with(supervision.pid)
         atexit.register(self._at_exit)
@@ -216,6 +216,8 @@ class Runtime:
         self.comes_to_another_place()
         while True:
             if position.phase is Phase.FAST_FORWARD:
+                position.refuse_size()
+                self._take()
                 if position.leap(iteration):
                     self.prepared.begin_accumulation()
                 if not position.arrive(iteration):
@@ -254,13 +256,14 @@ class Runtime:
     def _go_live_if_there(self) -> None:
         """Go live if the peers have done no more than this script. One that has left the quorum meanwhile
         asks them first: they have gone on."""
+        self._take()
         if self.live or self._aside:
             return
         target, missed = self.position.target, self.position.missed
         if self.position.settle():
             assert target is not None
-            if self.position.missed > missed:
-                self._tell_back()
+            if self.position.missed > missed and (place := self.position.in_words()):
+                self._tell(f"is back at {place}, after {time.monotonic() - self._there_at:.1f} s")
             self._restore(models=target.at == "fetch", arrived=True)
             self._healed = None
             self._catch_up.live()
@@ -268,11 +271,6 @@ class Runtime:
                 arrived()
             states.reseed(torch.initial_seed(), self.group_ranks.number, target.events)
             log.info("live at event %s of the script", target.events)
-
-    def _tell_back(self) -> None:
-        """This group has caught up."""
-        if place := self.position.in_words():
-            self._tell(f"is back at {place}, after {time.monotonic() - self._there_at:.1f} s")
 
     def _tell(self, text: str) -> None:
         """A line for the person who watches."""
@@ -447,6 +445,12 @@ class Runtime:
     def _begin(self, at: str) -> None:
         """Open an attempt, unless one is open: be in a quorum, heal, serve."""
         self._end_if_told()
+        if at == "op" and self.reducer.busy:
+            self.reducer.before_forward()  # a backward has raised, and the script has caught it
+        if self._untaken and self.live and at != "op":
+            self.leave_for_now(
+                "it has come back while a model was prepared: the rest has not healed"
+            )
         if self.manager is None or self._aside:
             self._join(at)
         elif not self._open:
@@ -539,6 +543,9 @@ class Runtime:
                 self.leave_for_now("the others are where this process cannot join them")
                 time.sleep(UNREACHABLE_PAUSE_S)
                 continue
+            if self.position.given_up:
+                self.leave_for_now("the others have another batch size", discard_state=False)
+                self.position.refuse_size()
             self._catch_up.joined(time.monotonic())
             self._keep_peers_going()
             return
@@ -560,15 +567,12 @@ class Runtime:
             manager.telemetry.add_sink(self._sink)
         self.group_ranks.narrate(manager, self.position.in_words)
         self.reducer.attach(manager)
+        prepared, whole = self.prepared.accelerators, not self.group_ranks.shards
         lineage = self.group_ranks.sync_initial_state(
-            lambda: states.lineage_of_start(
-                self.prepared.accelerators, allow_objects=allow_objects
-            ),
-            give=lambda: states.dump(
-                self.prepared.accelerators, None, models=not self.group_ranks.shards
-            ),
-            take=self._take_start,
-            into=lambda: states.places(self.prepared.accelerators),
+            lambda: states.lineage_of_start(prepared, allow_objects=allow_objects),
+            give=lambda: states.dump(prepared, None, models=whole),
+            take=lambda state: states.take_start(prepared, self.position.active, state, whole),
+            into=lambda: states.places(prepared),
         )
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
         manager.compare_states(not self.serve_copies)
@@ -577,18 +581,6 @@ class Runtime:
         # The exit hooks of last come first: this process leaves before its process group is shut down.
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
-
-    def _take_start(self, state: dict[str, Any]) -> None:
-        """Begin with the state of this group's rank 0, as with DistributedDataParallel. A pass over data
-        that is under way takes over that process's shuffling, too."""
-        generators = states.generators(self.prepared.accelerators)
-        before = [generator.get_state() for generator in generators]
-        states.restore(self.prepared.accelerators, state, models=not self.group_ranks.shards)
-        for iteration in self.position.active:
-            for generator, mine in zip(generators, before, strict=True):
-                known = iteration.generator_state
-                if known is not None and torch.equal(known, mine):
-                    iteration.generator_state = generator.get_state()
 
     # ------------------------------------------------------------------ heal
 
@@ -605,15 +597,20 @@ class Runtime:
     def _load(self, state: dict[str, Any]) -> None:
         """Take a peer's state, and set out for its place. Called inside `start_quorum`."""
         target = states.target_in(state)
-        if target.begun > self.position.begun:
+        if self.position.is_in_past_of(target):
             raise TrainingOver(LATER)
-        self._healed = state
-        self._restore(models=True, arrived=False)
+        self._healed, self._untaken, place = state, True, target.window or (0, 0)
         self.position.relocate(target)
-        if self.position.remembers:
-            freeze(self.prepared.registered)
-        window = target.window or (0, 0)
-        log.info("healed; the others are in pass %s over the loaders, batch %s", *window)
+        self._take()
+        log.info("healed; the others are in pass %s over the loaders, batch %s", *place)
+
+    def _take(self) -> None:
+        """Put what has healed in place, once this script has prepared what its peers had prepared."""
+        if self._untaken and not (self.live or self.prepared.adding or self.position.given_up):
+            self._untaken = False
+            self._restore(models=True, arrived=False)
+            if self.position.remembers:
+                freeze(self.prepared.registered)
 
     def _can_be_kept(self) -> bool:
         return self.live and not self.position.pending and not self.serve_copies

@@ -19,6 +19,10 @@ A script, or a framework, that tells where each epoch begins (`begin_epoch`) has
 its peers' epoch (`entry`, `enter`) and skips what they have read of their window's pass, whatever lies
 before.
 
+A script may search for a batch size, and begin anew with a smaller one where it runs out of memory (`begin_try`).
+Which sizes those are is the same in all processes, and so is the number of the try. So a script whose peers
+have given up its size does so, too (`refuse_size`), until it tries theirs, and counts passes from where they began it.
+
 A window begins where a training batch is asked for after an optimizer has stepped, and spans all
 batches over which gradients are accumulated. A script that has caught an exception in place of a step
 is in an older window than its peers, which it learns when it takes their state. A place is (number of the loader iteration in order of
@@ -47,7 +51,7 @@ LATER = (
     "this process came back, and its peers are in a later training of the script (they have prepared "
     "more models, or called Trainer.train more often): what was trained before can't be trained again "
     "without them, so it does not join them. Let a script train once, or prepare all models before "
-    "the first training batch; if it searches for a batch size, set the one that was found"
+    "the first training batch"
 )
 
 Place = tuple[int, int]
@@ -55,6 +59,28 @@ Place = tuple[int, int]
 
 class Elsewhere(Exception):
     """Leaves a framework's loop over an epoch, which it enters again at its peers' place."""
+
+
+class SizeGivenUp(RuntimeError):
+    """Leaves a try of a search for a batch size, which takes it for one that ran out of memory."""
+
+    def __init__(self) -> None:
+        super().__init__("with this batch size the peers of this process ran out of memory.")
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A search for a batch size.
+
+    Attributes:
+        tries: how many sizes have been tried, with the last one.
+        iterations: loader iterations begun before the last try.
+        batches: those that were asked for before it, as `ScriptPosition.batches`.
+    """
+
+    tries: int
+    iterations: int
+    batches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +141,7 @@ class Target:
         batches: see `ScriptPosition.batches`.
         epochs: those that the script has told of, back to that of the window, as `Epoch`'s fields.
         norms: of the window's gradients, as the script has asked for them.
+        searches: those for a batch size, in the order of their beginning, as `Search`'s fields.
     """
 
     window: Place | None
@@ -130,6 +157,7 @@ class Target:
     batches: int = 0
     epochs: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     norms: tuple[Any, ...] = ()
+    searches: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def reachable(self) -> bool:
@@ -165,6 +193,10 @@ class ScriptPosition:
     """Of passes that peers have under way, at their beginning."""
     epochs: list[Epoch] = field(default_factory=list)
     """Those that the script has told of, back to that of the window."""
+    searches: list[Search] = field(default_factory=list)
+    """Those for a batch size, in the order of their beginning."""
+    tries: bool = False
+    """Whether the script is within a search for a batch size."""
     leaves: int | None = None
     """The pass whose loop `Elsewhere` leaves, and may enter in its middle; None: none."""
     _left_at: int = 0
@@ -266,7 +298,50 @@ class ScriptPosition:
             self.batches,
             tuple((e.number, e.first_pass, e.counts) for e in self.epochs),
             tuple(self.norms),
+            tuple((s.tries, s.iterations, s.batches) for s in self.searches),
         )
+
+    # ------------------------------------------------------------------ searches for a batch size
+
+    def begin_try(self, *, again: bool) -> None:
+        """A search for a batch size tries its first size; `again`: its next one, since the last ran out of memory."""
+        number = len(self.searches) - again
+        tries = self.searches.pop().tries + 1 if again else 1
+        known = () if self.target is None else self.target.searches[number : number + 1]
+        if known and known[0][0] == tries:
+            _, self.iterations, self.batches = known[0]
+        self.searches.append(Search(tries, self.iterations, self.batches))
+        if again:
+            # Of the last try nothing is under way any more, and nothing goes on from its gradients.
+            self.window, self.pending, self._unstepped = None, False, None
+            self.ops, self.grads, self.norms, self.stepped, self._logged_bytes = [], 0, [], True, 0
+            self.active.clear()
+            if self.target is not None:
+                self.relocate(self.target)
+
+    def is_given_up(self, target: Target) -> bool:
+        """Whether the peers, at `target`, have tried the batch size with which this script trains, and a later one."""
+        number = len(self.searches)
+        if not 0 < number <= len(target.searches):
+            return False
+        return self.searches[-1].tries < target.searches[number - 1][0]
+
+    def is_in_past_of(self, target: Target) -> bool:
+        """Whether the peers are in a later training, to which this script has no way. With another batch size
+        it has one if they ask a prepared loader for their batches."""
+        if self.is_given_up(target):
+            return target.window is None and target.grads > 0
+        return target.begun > self.begun
+
+    def refuse_size(self) -> None:
+        """Raise `SizeGivenUp` if the peers have given up this script's batch size."""
+        if self.given_up:
+            raise SizeGivenUp
+
+    @property
+    def given_up(self) -> bool:
+        """Whether they have, and this script is on its way to their size."""
+        return self.target is not None and self.is_given_up(self.target)
 
     # ------------------------------------------------------------------ coming back
 
@@ -281,7 +356,7 @@ class ScriptPosition:
             self.window, ops, grads, norms = self._unstepped
             self.ops, self.grads, self._unstepped = self.ops[ops:], self.grads - grads, None
             self.norms = self.norms[norms:]
-        same = target.window == self.window
+        same = target.window == self.window and not self.given_up
         self.phase = Phase.REPLAY if same else Phase.FAST_FORWARD
 
     def begin_epoch(self, number: int, *counts: int) -> None:
@@ -295,6 +370,8 @@ class ScriptPosition:
         """The epoch in which this script, which is behind, meets its peers; None: they have not told."""
         target = self.target
         if self.phase is not Phase.FAST_FORWARD or target is None or target.window is None:
+            return None
+        if self.given_up:
             return None
         begun = [epoch for epoch in target.epochs if epoch[1] <= target.window[0]]
         if not begun or (self.leaves is not None and begun[-1][1] != target.window[0]):

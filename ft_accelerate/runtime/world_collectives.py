@@ -175,12 +175,30 @@ def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = 
 
 
 def make_alike(module: torch.nn.Module) -> None:
-    """Give a model that is prepared in mid-training (the next fold's, say) the weights that the first process
+    """Give a model that is prepared in mid-training (the next fold's, say) the weights that the main process
     has, as DistributedDataParallel does with each model. Those of the first models heal."""
     tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
     if not tensors or current().num_processes == 1:
         return
-    payload = torch.cat([_bytes(tensor) for tensor in tensors])
+    prepared = current().prepared
+    prepared.adding = True
+    try:
+        theirs = _of_main(torch.cat([_bytes(tensor) for tensor in tensors]), keep=False)
+    finally:
+        prepared.adding = False
+    for tensor, raw in zip(tensors, theirs.split([t.nbytes for t in tensors]), strict=True):
+        _put(tensor, _typed(raw, tensor))
+
+
+def take_main(tensor: Tensor) -> None:
+    """Give `tensor` the values that it has in the main process."""
+    _put(tensor, _typed(_of_main(_bytes(tensor)), tensor))
+
+
+def _of_main(payload: Tensor, *, keep: bool = True) -> Tensor:
+    """These bytes as the main process has them, whose script was always there, if there is such a one: so
+    random numbers in them are what they were without faults."""
+    leadership = current().leadership
 
     def attempt(collectives: CheckedCollectives) -> Tensor | None:
         here = collectives.check(payload.numel())
@@ -188,11 +206,13 @@ def make_alike(module: torch.nn.Module) -> None:
             return None
         if len({header.nbytes for header in here.values()}) > 1:
             raise ValueError("the replica groups prepare models of different sizes")
-        return collectives.from_one(payload, payload.numel(), next(iter(here)))
+        source = leadership.main if leadership.main in here else next(iter(here))
+        return collectives.from_one(payload, payload.numel(), source)
 
-    theirs = current().operation(Kind.BROADCAST, attempt, lambda: payload, keep=False)
-    for tensor, raw in zip(tensors, theirs.split([t.nbytes for t in tensors]), strict=True):
-        _put(tensor, _typed(raw, tensor))
+    result: Tensor = current().operation(
+        Kind.BROADCAST, attempt, lambda: payload, lambda r: int(r.nbytes), keep=keep
+    )
+    return result
 
 
 def broadcast_seeds(tensor: Tensor, src: int = 0, group: Any = None) -> None:

@@ -4,7 +4,7 @@
 
 At once: two models are trained on the same batches, each by its own Accelerator. One after the
 other: each trains a model on data of its own. "folds": one Accelerator trains one after the other, and
-each process draws weights of its own.
+each process draws weights of its own. "seedable": so it does, and is seeded once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "log": "",
     "one_by_one": False,
     "folds": False,
+    "seedable": False,
     "epochs": 3,
     "samples": 64,
     "holds": [],  # places to wait at: "step-<stage>-<step>"
@@ -83,13 +84,17 @@ def train(options: dict[str, Any], stage: int, widths: list[int], accelerators: 
 
 def run(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
 
     if options["folds"]:
-        accelerator = Accelerator(cpu=True)
+        seedable = options["seedable"]
+        loading = DataLoaderConfiguration(use_seedable_sampler=seedable)
+        accelerator = Accelerator(cpu=True, dataloader_config=loading)
+        set_seed(3)
         for stage in (1, 2):
-            torch.manual_seed(10 * stage + accelerator.process_index)
+            if not seedable:
+                torch.manual_seed(10 * stage + accelerator.process_index)
             train(options, stage, [16], [accelerator])
             accelerator.free_memory()
     elif options["one_by_one"]:

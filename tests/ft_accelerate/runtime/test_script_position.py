@@ -25,6 +25,7 @@ from ft_accelerate.runtime.script_position import (
     Iteration,
     Phase,
     ScriptPosition,
+    SizeGivenUp,
     Target,
 )
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
@@ -314,6 +315,54 @@ def test_without_epochs_there_is_no_entry() -> None:
     position.relocate(peers())
     assert position.entry is None
     assert not position.leap(position.begin(None))
+
+
+def searching(tries: int) -> ScriptPosition:
+    """A script whose search for a batch size is at this try; each before it has begun one pass."""
+    position = ScriptPosition()
+    for number in range(tries):
+        position.begin_try(again=number > 0)
+        run_to(position, [1])
+    return position
+
+
+def test_a_search_for_a_batch_size_goes_on_to_the_try_of_its_peers() -> None:
+    peer = searching(3)
+    assert peer.describe("fetch").searches == ((3, 2, 0),)
+    assert not peer.active[:-1], "what has run out of memory is abandoned"
+    target = dataclasses.replace(peer.describe("fetch"), window=(2, 0), begun=4)
+    position = searching(1)
+    assert not position.is_in_past_of(target), "it can get there"
+    position.relocate(target)
+    for _ in range(2):
+        assert position.given_up and position.entry is None
+        with pytest.raises(SizeGivenUp, match=r" out of memory\."):
+            position.refuse_size()
+        position.begin_try(again=True)
+    assert not position.given_up
+    position.refuse_size()
+    assert position.arrive(position.begin(None)), "its passes are counted as the peers' are"
+
+
+def test_a_try_that_its_peers_have_just_begun_is_entered_at_their_operation() -> None:
+    peer = searching(2)
+    peer.begin_try(again=True)
+    assert peer.window is None and peer.stepped and not peer.pending
+    peer.log(None, 0)
+    position = searching(1)
+    position.relocate(peer.describe("op"))
+    assert position.phase is Phase.FAST_FORWARD
+    position.begin_try(again=True)
+    position.begin_try(again=True)
+    assert position.phase is Phase.REPLAY and position.op_is_done
+    position.replay_op()
+    assert position.settle()
+
+
+def test_a_try_of_a_loop_without_prepared_loaders_is_a_later_training() -> None:
+    target = dataclasses.replace(searching(2).describe("grad"), window=None, grads=3)
+    assert searching(1).is_in_past_of(target)
+    assert not searching(2).is_in_past_of(target)
 
 
 def test_a_script_goes_on_from_what_is_kept_unless_it_begins_behind_it_or_nobody_can_tell(

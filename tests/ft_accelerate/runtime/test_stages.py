@@ -24,12 +24,14 @@ def test_what_both_accelerators_train_heals(tmp_path: Path, lighthouse: str) -> 
     assert run.end(0)["digest"] == run.end(1)["digest"]
 
 
+@pytest.mark.parametrize("seedable", [False, True])
 def test_a_model_and_a_loader_that_are_prepared_later_are_alike_in_all(
-    tmp_path: Path, lighthouse: str
+    tmp_path: Path, lighthouse: str, seedable: bool
 ) -> None:
     """The next fold's. DistributedDataParallel sees to that, too: scripts don't. One process has come back in
     the fold before, so that its random numbers are others than its peers' in any case."""
-    with running(tmp_path, lighthouse, WORKER, folds=True, holds=["step-1-5"]) as run:
+    options = {"folds": True, "seedable": seedable, "holds": ["step-1-5"]}
+    with running(tmp_path, lighthouse, WORKER, **options) as run:
         zero, one = run.start(0), run.start(1)
         one = run.killed_and_back(one, 1, hold="step-1-5", of=0)
         run.wait(zero, one)

@@ -1,0 +1,41 @@
+"""Searches for a batch size: a process that comes back goes on to its peers' size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ft_accelerate.harness import compare, running
+
+pytestmark = pytest.mark.process
+WORKER = Path(__file__).with_name("search_worker.py")
+BOTH = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+WEIGHTS = ("step", "digest", "rows")
+
+
+@pytest.mark.parametrize("runs_out", ["forward", "backward", "update"])
+def test_killed_in_turn_in_a_search_and_after_it(
+    tmp_path: Path, lighthouse: str, runs_out: str
+) -> None:
+    """The weights are those of plain DistributedDataParallel. In a later size, too, each sample is read once,
+    by random numbers of the process that was always there."""
+    options = {"runs_out": runs_out, "seedable": runs_out != "forward"}
+    with running(tmp_path / "plain", "", WORKER, **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    holds = ["step-10-1", "step-8-5"]
+    options |= {"holds": holds, "counts_first": runs_out == "update"}
+    with running(tmp_path / "ft", lighthouse, WORKER, **options) as run:
+        zero, one = run.start(0, **BOTH), run.start(1, **BOTH)
+        one = run.killed_and_back(one, 1, hold=holds[0], of=0, **BOTH)
+        zero = run.killed_and_back(zero, 0, hold=holds[1], of=1, **BOTH)
+        run.wait(zero, one)
+    for index in (0, 1):
+        expected = {e["step"]: e for e in plain.lines(index)}
+        for mine in run.lines(index):
+            for key in WEIGHTS:
+                assert mine[key] == expected[mine["step"]][key], (index, mine["step"], key)
+        assert {e["step"] for e in run.lines(index)} == set(expected)
+        for key in ("size", "step", "digest"):
+            assert run.end(index)[key] == plain.end(index)[key] == run.end(0)[key]
+    assert compare(run.lines(0), run.lines(1)) == len(run.lines(1))
