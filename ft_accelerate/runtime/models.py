@@ -267,6 +267,13 @@ class Prepared:
         return False
 
     @property
+    def learns(self) -> bool:
+        """Whether a model is in training mode inside what it was wrapped in. transformers' Trainer takes it out of
+        that, and not the wrapper, for an evaluation and until the first batch after it."""
+        living = [model for known in self.models if (model := known()) is not None]
+        return any(getattr(model, "module", model).training for model in living)
+
+    @property
     def device(self) -> torch.device:
         """That of the newest accelerator."""
         living = self.accelerators

@@ -216,7 +216,8 @@ class Runtime:
         self.comes_to_another_place()
         while True:
             if position.phase is Phase.FAST_FORWARD:
-                position.refuse_size()
+                if self.prepared.learns:  # else it may be taken for an evaluation's own error
+                    position.refuse_size()
                 self._take()
                 if position.leap(iteration):
                     self.prepared.begin_accumulation()
@@ -545,7 +546,7 @@ class Runtime:
                 continue
             if self.position.given_up:
                 self.leave_for_now("the others have another batch size", discard_state=False)
-                self.position.refuse_size()
+                return
             self._catch_up.joined(time.monotonic())
             self._keep_peers_going()
             return

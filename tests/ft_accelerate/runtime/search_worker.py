@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {
     "log": "",
     "runs_out": "forward",  # or "backward", "update"
     "seedable": True,
-    "counts_first": False,  # an operation before the first batch of each try
+    "evaluates_first": False,  # before the first batch of each try; an error is no reason to try another size
     "epochs": 2,
     "samples": 128,
     "holds": [],  # places to wait at: "step-<size>-<step>"
@@ -81,6 +81,16 @@ def data(samples: int) -> TensorDataset:
     return TensorDataset(images, torch.randint(0, 3, (samples,), generator=generator))
 
 
+def evaluate(accelerator: Any, model: Any, net: Any, batches: Any) -> None:
+    """As transformers' Trainer with `eval_on_start`: only the bare model hears of it."""
+    net.eval()
+    try:
+        for x, _ in accelerator.prepare(batches):
+            accelerator.gather_for_metrics(model(x))
+    except RuntimeError as error:
+        raise RuntimeError("an evaluation failed") from error
+
+
 def run(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     from accelerate import Accelerator, DataLoaderConfiguration
@@ -98,13 +108,13 @@ def run(options: dict[str, Any]) -> None:
         model, optimizer, batches = accelerator.prepare(
             net, Update(net), DataLoader(data(options["samples"]), size, shuffle=True)
         )
-        if options["counts_first"]:
-            total = accelerator.reduce(torch.ones(()))
-            assert total == accelerator.num_processes
+        if options["evaluates_first"]:
+            evaluate(accelerator, model, net, DataLoader(data(32), size))
         step = 0
         for epoch in range(options["epochs"]):
             for index, (x, y) in enumerate(batches):
                 log.at(f"step-{size}-{step}")
+                model.train()
                 memory.too_small = size > FITS and step == 2
                 accelerator.backward(nn.functional.cross_entropy(model(x), y))
                 optimizer.step()

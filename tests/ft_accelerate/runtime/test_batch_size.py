@@ -21,11 +21,11 @@ def test_killed_in_turn_in_a_search_and_after_it(
     """The weights are those of plain DistributedDataParallel. In a later size, too, each sample is read once,
     by random numbers of the process that was always there."""
     options = {"runs_out": runs_out, "seedable": runs_out != "forward"}
+    options["evaluates_first"] = runs_out == "update"
     with running(tmp_path / "plain", "", WORKER, **options) as plain:
         plain.wait(*plain.start_plain(), code=None)
     holds = ["step-10-1", "step-8-5"]
-    options |= {"holds": holds, "counts_first": runs_out == "update"}
-    with running(tmp_path / "ft", lighthouse, WORKER, **options) as run:
+    with running(tmp_path / "ft", lighthouse, WORKER, holds=holds, **options) as run:
         zero, one = run.start(0, **BOTH), run.start(1, **BOTH)
         one = run.killed_and_back(one, 1, hold=holds[0], of=0, **BOTH)
         zero = run.killed_and_back(zero, 0, hold=holds[1], of=1, **BOTH)
