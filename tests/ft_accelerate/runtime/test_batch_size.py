@@ -27,7 +27,9 @@ def test_killed_in_turn_in_a_search_and_after_it(
     holds = ["step-10-1", "step-8-5"]
     with running(tmp_path / "ft", lighthouse, WORKER, holds=holds, **options) as run:
         zero, one = run.start(0, **BOTH), run.start(1, **BOTH)
+        run.until_held(1, holds[0])  # it has written its last row
         one = run.killed_and_back(one, 1, hold=holds[0], of=0, **BOTH)
+        run.until_held(0, holds[1])
         zero = run.killed_and_back(zero, 0, hold=holds[1], of=1, **BOTH)
         run.wait(zero, one)
     for index in (0, 1):
