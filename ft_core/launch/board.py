@@ -37,9 +37,12 @@ LEADER_LOOK_S = 0.05
 """How often a process that waits for the leader looks at the board: only the supervisor is woken."""
 SCRIPT = 1 << 62
 """As the number of a training: all of the script, and what it writes."""
+LEAVES = 2
+"""In place of 1: it takes part for the last time."""
 _RANKS_AT, _RANKS = 64, 128
 _WRITES_AT, _LOST_AT, _PLACE_BYTES = 1088, 1184, 96
-_ERROR_AT, _ERROR_BYTES = 1280, 768
+_ROWS_AT = 1280
+_ERROR_AT, _ERROR_BYTES = 1288, 760
 _CARDS_AT, _CARD_BYTES = 2048, 2048
 _SLOT_BYTES = _CARDS_AT + _RANKS * _CARD_BYTES
 _CARD = struct.Struct("<II")  # length and checksum of the JSON text that follows
@@ -106,7 +109,7 @@ class Board:
     def clear(self, child: int) -> None:
         """A new life begins."""
         at = child * _SLOT_BYTES
-        kept, rest = at + _LOST_AT, at + _LOST_AT + _PLACE_BYTES  # others may be at `wrote` now
+        kept, rest = at + _LOST_AT, at + _ERROR_AT  # others may be at `wrote` or `last_row` now
         self._memory[at:kept] = bytes(_LOST_AT)
         self._memory[rest : at + _SLOT_BYTES] = bytes(at + _SLOT_BYTES - rest)
         _PROGRESS.pack_into(self._memory, at + _PROGRESS_AT, -1, 0)
@@ -192,6 +195,7 @@ class Slot:
         self.there = memory is not None
         """Whether a supervisor has started this process. Read only."""
         self._joined, self._over, self._commits = False, False, 0
+        self._row = 0
 
     def join(self) -> None:
         """This process takes part in a quorum of the training. Call it before the first vote, hence
@@ -200,6 +204,15 @@ class Slot:
             self._joined = True
             self._set(_JOINED_AT, True)
             self._tell()
+
+    def leaves(self) -> None:
+        """This process takes part for the last time. Call it before the vote that says so."""
+        self._set(_JOINED_AT, LEAVES)
+
+    def others_leave(self) -> bool:
+        """Whether all others that take part, of which there is one at least, do so for the last time."""
+        joined = [self._get(at + _JOINED_AT) for at in self._living() if at != self._at]
+        return self.whole and set(joined) - {0} == {LEAVES}
 
     def committed(self, step: int) -> None:
         """A step of the training was committed."""
@@ -214,6 +227,8 @@ class Slot:
         """This process begins training `number` of its script, counted from 1; or that has ended, and it
         goes on with what follows."""
         self._over = over
+        if not over:
+            self._row = number << 40
         self._set(_TRAINING_AT, number if over else -number)
 
     def shut_down(self) -> None:
@@ -244,6 +259,26 @@ class Slot:
         """This process ends with `error`, which the supervisor repeats in its last line."""
         line = " ".join(error.split())
         _put_text(self._memory, self._at + _ERROR_AT, _ERROR_BYTES, line)
+
+    def evaluates(self) -> None:
+        """This process's script begins an evaluation after a training. Rows are counted in each anew: some
+        processes may log more of one."""
+        self._row = ((self._row >> 20) + 1) << 20
+
+    def next_row(self) -> int:
+        """The number of the row that the script logs now. It is the same in all processes, and grows."""
+        self._row += 1
+        return self._row
+
+    def logged(self, row: int) -> None:
+        """This process, which writes for all, has logged this row."""
+        self._set(_ROWS_AT, row)
+
+    @property
+    def last_row(self) -> int:
+        """The last of these rows that any process has logged, dead or not; 0: none."""
+        slots = range(0, len(self._memory), _SLOT_BYTES)
+        return max(self._get(at + _ROWS_AT) for at in slots)
 
     def writes(self, place: str) -> None:
         """Where the script may be writing by itself now, for all; "": nowhere."""

@@ -93,6 +93,7 @@ class StepDriver:
         leave: raises what ends a fit on SIGTERM.
         over: what to raise where the peers have ended the training.
         before_leaving: called before the vote with which this group leaves the others.
+        after_leaving: called after it.
         patience_s: how long a peer may be late at the end of a validation or an epoch, in seconds.
         min_replicas: replica groups that a step needs.
         ranks: of this replica group, for what is to reach all ranks of all groups.
@@ -112,6 +113,7 @@ class StepDriver:
         leave: Callable[[], None],
         over: Callable[[TrainingOver], Exception],
         before_leaving: Callable[[], None],
+        after_leaving: Callable[[], None],
         patience_s: float,
         min_replicas: int,
         ranks: CopyRanks,
@@ -121,7 +123,7 @@ class StepDriver:
         self._decisions, self._share = decisions, share
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
         self._over = over
-        self._before_leaving = before_leaving
+        self._before_leaving, self._after_leaving = before_leaving, after_leaving
         self._shares_ends, self._ranks = shares_ends, ranks
         self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
         self._manual = not trainer.lightning_module.automatic_optimization
@@ -363,6 +365,8 @@ class StepDriver:
         control = self._decisions.control(self._votes)
         self.last_committed = self._should_commit(control=control, admits=self._batch_follows())
         self.open = False
+        if leaving:
+            self._after_leaving()
         if not self.last_committed:
             if leaving:
                 self._leave()

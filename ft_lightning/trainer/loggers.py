@@ -230,11 +230,16 @@ class Relay:
     def _writes(self) -> bool:
         return self.part is Part.LEADS and not self.opens
 
-    def leave(self) -> None:
-        """This process ends, and the others go on: write what it holds back, and nothing more."""
-        writes = self._writes()
-        if writes and hasattr(self._cls, "save"):
+    def before_leaving(self) -> None:
+        """The others may go on after the next vote: write what this process holds back."""
+        if self._writes() and hasattr(self._cls, "save"):
             self._call("save", (), {})
+        if _kind_of(self.logger) == "WandbLogger":  # which must have ended when another begins
+            self.leave()
+
+    def leave(self) -> None:
+        """This process ends, and the others go on: it writes nothing more."""
+        writes = self._writes()
         experiment = getattr(self.logger, "_experiment", None)
         if writes and _kind_of(self.logger) == "WandbLogger" and experiment:
             experiment.finish()
@@ -289,6 +294,11 @@ class Loggers:
         """As `Relay.begin`, of all."""
         for relay in self._relays:
             relay.begin()
+
+    def before_leaving(self) -> None:
+        """As `Relay.before_leaving`, of all."""
+        for relay in self._relays:
+            relay.before_leaving()
 
     def leave(self) -> None:
         """As `Relay.leave`, of all."""

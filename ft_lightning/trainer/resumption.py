@@ -129,6 +129,9 @@ class Resumption:
         """The fit has been passed over: its results are here. Returns a sentence for the user."""
         for name, value in self._known.get("metrics", {}).items():
             self._trainer.callback_metrics[name] = torch.tensor(value)
+        # A validation at the end of the last epoch may have saved it, before the epoch was counted.
+        completed = self._known.get("epoch", self._trainer.current_epoch)
+        self._trainer.fit_loop.epoch_progress.current.completed = completed
         moved = self._known.get("moved", {})
         for callback in self._trainer.checkpoint_callbacks:  # for `test(ckpt_path="best")`
             if (best := _best_of(callback)) in moved:
@@ -197,6 +200,7 @@ class Resumption:
         if self._known.get("saves"):
             self._known["finished"] = self._trainer.global_step
             metrics = self._trainer.callback_metrics
+            self._known["epoch"] = self._trainer.current_epoch
             self._known["metrics"] = {name: float(value) for name, value in metrics.items()}
             self._known["best"] = [_best_of(each) for each in self._trainer.checkpoint_callbacks]
             self._change(lambda fits: {**fits, self.number: self._known})

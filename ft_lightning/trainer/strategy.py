@@ -45,6 +45,7 @@ from ft_lightning.trainer.batches import (
 )
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
+from ft_lightning.trainer.later_rows import later_rows, make_up_rows
 from ft_lightning.trainer.leader import SkippedHooks
 from ft_lightning.trainer.loggers import Loggers
 from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
@@ -102,7 +103,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     _prepare_lock: int | None = None
     _averaged: set[int] | None = None
     """Ids of the parameters that are averaged; None: all that are trainable."""
-    _writes = _shows_bar = _prepared = False
+    _writes = _shows_bar = _prepared = _leaves_peers = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -229,6 +230,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
                 wanted=self._options.resume,
                 ask=self._in_group.from_rank_0,
             )
+        elif self._over and (rows := later_rows()) is not None:
+            rows.begin(self._trainer.loggers, lambda: self.is_global_zero)
 
     def _setup_stock_environment(self) -> None:
         super().setup_environment()
@@ -313,6 +316,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def _on_takeover(self) -> None:
         leader.keep_logs(self._trainer)
+        make_up_rows()
         self._checkpoints.make_up()
         if self._resumption is not None and self._trainer.state.fn == "fit":
             self._resumption.took_over()
@@ -356,6 +360,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             leave=self._leave,
             over=self._when_over,
             before_leaving=self._before_leaving,
+            after_leaving=self._after_leaving,
             patience_s=4
             * self._options.timeout_s,  # the lighthouse evicts a group that hangs before
             min_replicas=self._options.min_replicas,
@@ -541,6 +546,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
                 if self._loggers is not None and not self._met:
                     self._loggers.begin()
                 self._skipped.run(self._trainer)
+                make_up_rows()
             if self._met:
                 self._resumption.took_over()
         if self._group_leads:
@@ -554,7 +560,14 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def _before_leaving(self) -> None:
         part = None if self._manager is None else self._manager.step.part
-        if self._loggers is not None and part is not None and part.replica_world_size > 1:
+        self._leaves_peers = part is not None and part.replica_world_size > 1
+        board.slot().leaves()
+        if self._loggers is not None and self._leaves_peers:
+            self._loggers.before_leaving()
+
+    def _after_leaving(self) -> None:
+        """The others go on, unless all were told to end: the leader then logs the last step, too."""
+        if self._loggers is not None and self._leaves_peers and not board.slot().others_leave():
             self._loggers.leave()
 
     def _call_hooks(self, name: str) -> None:
@@ -596,6 +609,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._shut_down()
         if self._loggers is not None:
             self._loggers.end()
+        if (rows := later_rows()) is not None:
+            rows.end()
         trainer = getattr(self.lightning_module, "_trainer", None)  # None: the launcher has failed
         if trainer is not None and trainer.state.fn == "fit" and not self._met:
             passes = self._resumption is not None and self._resumption.passes_over

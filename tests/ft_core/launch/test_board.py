@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from ft_core.config import JobOptions
-from ft_core.launch.board import Board, Seen, reported, slot
+from ft_core.launch.board import Board, Seen, Slot, reported, slot
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.replica.status import Attempt, ReplicaStatus
@@ -23,6 +23,15 @@ def board() -> Iterator[Board]:
     """This process is the child 1 of its two."""
     with board_of(2) as made, as_child(made, 1):
         yield made
+
+
+def slots_of(board: Board, count: int) -> list[Slot]:
+    """Each child's end."""
+    slots = []
+    for child in range(count):
+        with as_child(board, child):
+            slots.append(slot())
+    return slots
 
 
 def test_commits_count_from_the_first_quorum_of_the_training_on(board: Board) -> None:
@@ -44,6 +53,38 @@ def test_commits_count_from_the_first_quorum_of_the_training_on(board: Board) ->
     assert board.look(0) == Seen(False, -1, 0, False, False, 0.0)
     board.clear(1)
     assert board.look(1) == Seen(False, -1, 0, False, False, 0.0)
+
+
+def test_rows_after_a_training_have_the_same_numbers_in_all(board: Board) -> None:
+    """What is logged of one evaluation by one process only moves no number of the next one. The last one that
+    was logged outlives the process."""
+    slots = slots_of(board, 2)
+    for each, extra in zip(slots, (2, 0), strict=True):
+        each.training(1, over=True)
+        each.evaluates()
+        for _ in range(extra):
+            each.next_row()
+        each.evaluates()
+    first, again = (each.next_row() for each in slots)
+    assert again == first < slots[1].next_row()
+    slots[0].logged(first)
+    board.died(0)
+    board.clear(0)
+    assert slots[1].last_row == first
+    slots[1].training(2, over=False)
+    slots[1].evaluates()
+    assert slots[1].next_row() > first
+
+
+def test_whether_all_others_leave(board: Board) -> None:
+    first, other = slots_of(board, 2)
+    assert not first.others_leave(), "there is none"
+    other.join()
+    assert not first.others_leave()
+    other.leaves()
+    assert first.others_leave()
+    board.died(1)
+    assert not first.others_leave()
 
 
 def agreements(address: str) -> Manager:
@@ -69,7 +110,7 @@ def agreements(address: str) -> Manager:
         (ValueError("min_replicas (5) is\n  too many"), "ValueError: min_replicas (5) is too many"),
         (SystemExit("there is no script"), "there is no script"),
         (SystemExit(2), ""),
-        (ValueError("é" * 2000), "ValueError: " + "é" * 377),
+        (ValueError("é" * 2000), "ValueError: " + "é" * 373),
     ],
 )
 def test_the_error_of_a_script_is_told(board: Board, error: BaseException, told: str) -> None:
@@ -83,10 +124,7 @@ def test_the_error_of_a_script_is_told(board: Board, error: BaseException, told:
 
 def test_the_first_that_is_left_after_the_training_takes_over() -> None:
     with board_of(3) as made:
-        slots = []
-        for child in range(3):
-            with as_child(made, child):
-                slots.append(slot())
+        slots = slots_of(made, 3)
 
         def takers() -> list[int]:
             return [i for i, each in enumerate(slots) if each.takes_over()]
@@ -114,10 +152,7 @@ def test_the_first_that_is_left_after_the_training_takes_over() -> None:
 def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
     """Not even for one that is in the next training already, nor for one that was stopped beside its successor."""
     with board_of(3) as made:
-        slots = []
-        for child in range(3):
-            with as_child(made, child):
-                slots.append(slot())
+        slots = slots_of(made, 3)
         mine, leader, stopped = slots
         for each in slots:
             each.training(1, over=False)

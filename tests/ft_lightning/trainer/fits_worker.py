@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from typing import Any
 
 import torch
@@ -30,8 +31,11 @@ OPTIONS: dict[str, Any] = {
     "ckpt_path": None,
     "averages": False,  # stochastic weight averaging, which replaces the schedulers on its way
     "checkpoints": True,
+    "validates_each": 1.0,  # part of an epoch
     "saves": False,  # after each fit, to <log>/final.ckpt
     "validates": False,  # after each fit
+    "logs": False,  # each step
+    "told": False,  # waits at global step 5 until it is told to end
     "tests": False,  # the best checkpoint, after each fit
     "unlike": False,  # the groups begin with weights of their own
     "scores": [],  # of each epoch's validation: the checkpoint with the lowest is the best, and is kept
@@ -39,7 +43,7 @@ OPTIONS: dict[str, Any] = {
     "again": False,  # one Trainer and one model: a later fit trains them on
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
-    # "after:<fit>", "exit": when Python shuts down
+    # "after:<fit>", "validate:<fit>" and "test:<fit>" in these, "exit": when Python shuts down
     "holds": [],
 }
 
@@ -47,18 +51,23 @@ OPTIONS: dict[str, Any] = {
 class Model(LightningModule):
     def __init__(self, number: int, files: Log, options: dict[str, Any]) -> None:
         super().__init__()
-        self.number, self.files, self.stops = number, files, options["stops"]
-        self.scores = options["scores"]
+        self.number, self.files, self.options = number, files, options
+        self.stops, self.scores = options["stops"], options["scores"]
         self.net = nn.Linear(8, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.files.at(f"step:{self.number}:{self.global_step}")
+        while self.options["told"] and self.global_step == 5 and not self.trainer.received_sigterm:
+            time.sleep(0.02)
         fold = {int(x) for x in batch[0][:, 0]}
         weights, step = digest(self.net.state_dict()), self.global_step
         self.files.append(
             "trained", fit=self.number, folds=sorted(fold), step=step, weights=weights
         )
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.options["logs"]:
+            self.log("loss", loss)
+        return loss
 
     def on_train_start(self) -> None:
         self.files.append("starts", weights=digest(self.net.state_dict()))
@@ -71,10 +80,17 @@ class Model(LightningModule):
         self.files.append("ends", leader=self.trainer.is_global_zero)
         self.files.at(f"end:{self.number}")
 
+    def on_validation_epoch_start(self) -> None:
+        if self.trainer.state.fn == "validate":
+            self.files.at(f"validate:{self.number}")
+
+    def on_test_epoch_start(self) -> None:
+        self.files.at(f"test:{self.number}")
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
         if self.scores:
-            self.log("score", self.scores[self.current_epoch])
+            self.log("score", self.scores[self.current_epoch] - self.global_step / 100)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
@@ -130,9 +146,11 @@ def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Train
         max_epochs=options["epochs"],
         plugins=[HoldingIO(files)],
         callbacks=callbacks,
+        val_check_interval=options["validates_each"],
         reload_dataloaders_every_n_epochs=int(options["grows"]),
         default_root_dir=options["log"],
         enable_checkpointing=options["checkpoints"],
+        log_every_n_steps=1 if options["logs"] else 50,
     )
     return Model(number, files, options), trainer
 
@@ -156,6 +174,7 @@ def main(options: dict[str, Any]) -> None:
             "fits",
             fit=number,
             step=trainer.global_step,
+            epoch=trainer.current_epoch,
             digest=digest(model.state_dict()),
             val_loss=float(trainer.callback_metrics["val_loss"]),
             best=getattr(trainer.checkpoint_callback, "best_model_path", ""),
@@ -165,8 +184,10 @@ def main(options: dict[str, Any]) -> None:
         files.at(f"after:{number}")
         if options["validates"]:
             trainer.validate(model, data(-number), verbose=False)
+            files.append("validates", fit=number)
         if options["tests"]:
             trainer.test(ckpt_path="best", dataloaders=data(-number), verbose=False)
+            files.append("tests", fit=number)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 from pathlib import Path
@@ -101,10 +102,15 @@ def test_a_fit_that_is_over_is_passed_over_with_its_results(
     assert {line["fit"] for line in run.lines(1, "trained") if line["pid"] == back.pid} == {2}
 
 
-def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(
+    tmp_path: Path, saves: bool
+) -> None:
     """Group 1 dies between two fits. Its next life has the results of the first one while the other
-    is still between them, and trains the second one with it."""
-    options: dict[str, Any] = {"devices": 2, "checkpoints": False}
+    is still between them, and trains the second one with it. `saves`: a validation at the end of the last
+    epoch has saved, before the epoch was counted."""
+    options: dict[str, Any] = {"devices": 2, "checkpoints": saves, "validates_each": 0.5}
+    options["scores"] = [2.0, 1.0, 0.0] if saves else []
     with running(tmp_path, worker=WORKER, holds=["after:1"], **options) as run:
         supervisor = run.start()
         for name in (0, 1):
@@ -115,7 +121,7 @@ def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(tmp_path: Pa
         run.wait(supervisor)
     mine, theirs = (results(run, name) for name in (0, 1))
     assert theirs == [mine[0], *mine]
-    assert not list(tmp_path.rglob("*.ckpt"))
+    assert bool(list(tmp_path.rglob("*.ckpt"))) == saves
 
 
 @pytest.mark.parametrize("scores", [[], [2.0, 3.0, 1.0, 4.0]])
@@ -345,6 +351,58 @@ def test_the_leader_dies_after_the_fit_and_what_it_logged_stays(tmp_path: Path) 
         assert "will be deleted" not in run.output()
     (after,) = [path.read_text() for path in tmp_path.glob("lightning_logs/*/metrics.csv")]
     assert after.startswith(rows) and len(after.splitlines()) == 4
+
+
+@pytest.mark.parametrize("ahead", ["the leader", "the other"])
+def test_rows_of_evaluations_after_a_fit_are_logged_once(tmp_path: Path, ahead: str) -> None:
+    """The leader dies in the test, and the other is in the validation before it; or the other way round. Its
+    row of the validation had been logged twice, or by none."""
+    options: dict[str, Any] = {"fits": 1, "devices": 2, "validates": True, "tests": True}
+    places = ["after:1", "validate:1", "test:1"]
+    with running(tmp_path, worker=WORKER, holds=[*places, "life:2"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "after:1")
+        leader = 0 if run.lines(0, "ends")[0]["leader"] else 1
+        first = leader if ahead == "the leader" else 1 - leader
+        pids = [run.lines(name, "fits")[0]["pid"] for name in (0, 1)]
+        os.kill(pids[1 - first], signal.SIGSTOP)
+        for place in places[:2]:
+            run.go(place)
+        run.until_held(first, "test:1")
+        (tmp_path / "go.validate:1").unlink()
+        os.kill(pids[1 - first], signal.SIGCONT)
+        run.until_held(1 - first, "validate:1")
+        os.kill(pids[leader], signal.SIGKILL)
+        run.until(lambda: "was killed by SIGKILL" in run.output(), "the supervisor to see it")
+        for place in ("validate:1", "test:1"):
+            run.go(place)
+        run.wait(supervisor)
+    with next(tmp_path.glob("lightning_logs/*/metrics.csv")).open() as file:
+        rows = [(row["step"], name) for row in csv.DictReader(file) for name in row if row[name]]
+    logged = [each for each in rows if each[1] not in ("step", "epoch")]
+    assert logged == [("3", "val_loss"), ("7", "val_loss"), ("8", "val_loss"), ("8", "test_loss")]
+
+
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_the_last_step_of_those_that_are_told_to_end_is_logged_once(
+    tmp_path: Path, all_of_them: bool
+) -> None:
+    """SIGTERM in a step, to all processes (the row of that step was logged by none), or to the leader."""
+    options: dict[str, Any] = {"fits": 1, "devices": 2, "logs": True, "told": all_of_them}
+    with running(tmp_path, worker=WORKER, holds=["step:1:5", "life:2"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "step:1:5")
+        if all_of_them:
+            supervisor.terminate()
+        else:
+            os.kill(run.lines(0, "trained")[0]["pid"], signal.SIGTERM)
+        run.go("step:1:5")
+        run.wait(supervisor, code=128 + signal.SIGTERM if all_of_them else 0)
+    with next(tmp_path.glob("lightning_logs/*/metrics.csv")).open() as file:
+        logged = [row["step"] for row in csv.DictReader(file) if row["loss"]]
+    assert logged == [str(step) for step in range(6 if all_of_them else 8)]
 
 
 def test_the_leader_dies_in_the_scripts_own_save_after_the_fit(tmp_path: Path) -> None:

@@ -332,10 +332,12 @@ def test_one_that_leaves_the_others_writes_nothing_more(tmp_path: Path) -> None:
     process.meet(True)
     (logger,) = process.trainer.loggers
     logger.log_metrics({"loss": 1.0}, 0)
+    process.loggers.before_leaving()
+    (path,) = tmp_path.glob("csv/*/metrics.csv")
+    assert steps_in_csv(path) == [0]
     process.loggers.leave()
     logger.log_metrics({"loss": 1.0}, 1)
     logger.finalize("failed")
-    (path,) = tmp_path.glob("csv/*/metrics.csv")
     assert steps_in_csv(path) == [0]
 
 

@@ -147,6 +147,7 @@ def fit(root: Path | str, job: str, restarts: int = 0, *, wanted: bool = True) -
     trainer = SimpleNamespace(
         default_root_dir=str(root),
         global_step=0,
+        current_epoch=0,
         loggers=[],
         callback_metrics={},
         checkpoint_callbacks=[],
