@@ -213,7 +213,14 @@ class InnerSteps(Optimizer):
 
 
 class _Together(ChainMap[Any, Any]):
-    """The states of several optimizers. A key is deleted in the state that has it."""
+    """The states of several optimizers. A key is read and deleted in the state that has it: the others, as
+    defaultdicts, would make an entry for it, which their optimizers could not save."""
+
+    def __getitem__(self, key: Any) -> Any:
+        for state in self.maps:
+            if key in state:
+                return state[key]
+        raise KeyError(key)
 
     def __delitem__(self, key: Any) -> None:
         for state in self.maps:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ft_core.config import JobOptions
 from ft_core.heal import digest
@@ -122,7 +124,7 @@ def restore(
     checkpoint = state["checkpoint"]
     _adopt_directories(trainer, checkpoint.get("callbacks", {}))
     connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = checkpoint
+    connector._loaded_checkpoint = _copy(checkpoint)  # hooks may take it apart
     try:
         with trainer.strategy.as_it_is():
             connector.restore_datamodule()
@@ -149,8 +151,32 @@ def restore(
         # What was logged in the epoch that this group was in is not of this one.
         trainer.fit_loop.epoch_loop._results.reset()
         hooks("on_train_epoch_start")
+        _put_back(trainer, state)
     batches.origin = Origin(*state["origin"])
     batches.jump(trainer, state.get("data", ()))
+
+
+def _put_back(trainer: Any, state: dict[str, Any]) -> None:
+    """An epoch's first hooks were called in a restored state. The peer had called them before it gave that: what
+    they change from its present value (a rate, a counter) would be changed twice."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint = _copy(state["checkpoint"])
+    try:
+        trainer.lightning_module.on_load_checkpoint(checkpoint)
+        for callback in trainer.callbacks:
+            if known := checkpoint.get("callbacks", {}).get(callback.state_key):
+                callback.load_state_dict(deepcopy(known))
+        finetuning.adopt(trainer, state["trained"])
+        with trainer.strategy.as_it_is():
+            connector.restore_optimizers_and_schedulers()
+    finally:
+        connector._loaded_checkpoint = {}
+
+
+def _copy(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """With the same tensors and objects in it."""
+    copied: dict[str, Any] = tree_map(lambda leaf: leaf, checkpoint)
+    return copied
 
 
 def _adopt_directories(trainer: Any, states: dict[str, Any]) -> None:

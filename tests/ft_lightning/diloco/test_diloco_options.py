@@ -50,6 +50,51 @@ def test_by_name(name: str) -> None:
     assert trainer.strategy.strategy_name == name.lower()
 
 
+class TwoOptimizers(BoringModel):
+    """As of a GAN: each has a part of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first = torch.nn.Linear(32, 32)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(self.layer(self.first(batch))))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(each.parameters()) for each in (self.first, self.layer)]
+
+    def on_train_epoch_end(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["ft_diloco", "ft_local_sgd"])
+def test_a_run_of_two_optimizers_is_resumed(name: str, tmp_path: Path) -> None:
+    """Each has a state when the first window begins. The second one's was looked for in the first, and made
+    there."""
+
+    def run(epochs: int, ckpt_path: str | None = None) -> list[int]:
+        trainer = Trainer(
+            strategy=name,
+            accelerator="cpu",
+            devices=1,
+            max_epochs=epochs,
+            limit_train_batches=2,
+            limit_val_batches=0,
+            default_root_dir=tmp_path,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(TwoOptimizers(), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        return [len(optimizer.state) for optimizer in trainer.optimizers]
+
+    assert run(1) == [2, 2]
+    assert run(2, str(tmp_path / "end.ckpt")) == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -17,13 +17,14 @@ import hashlib, os, signal, sys
 from pathlib import Path
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from ft_lightning import FTDDPStrategy
+from ft_lightning import FTDDPStrategy, FTDiLoCoStrategy
 
 log, by, strategy, devices = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 group = os.environ.get("REPLICA_GROUP_ID")
+dies_in = {"callback": 1, "backbone": 3}.get(by)
 began_again = group == "1" and (log / "killed").exists()
 
 class Net(LightningModule):
@@ -33,8 +34,12 @@ class Net(LightningModule):
         self.head = nn.Linear(8, 1)
         self.came_back = False
 
+    def on_train_epoch_start(self):
+        if by == "backbone" and self.current_epoch:  # from its present value
+            self.optimizers().param_groups[0]["lr"] *= 0.99
+
     def training_step(self, batch, batch_idx):
-        if self.current_epoch == 1 and batch_idx == 2 and by == "callback":
+        if self.current_epoch == dies_in and batch_idx == 2:
             if group == "1" and not began_again:
                 (log / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -59,8 +64,10 @@ class ByHand(Callback):
     def on_train_epoch_start(self, trainer, module):
         module.backbone.requires_grad_(trainer.current_epoch > 0)
 
-if by == "callback":  # the peer waits for the one that is killed
-    strategy = FTDDPStrategy(min_replicas=2)
+callbacks = {"callback": Unfreezes, "hand": ByHand}
+make = callbacks.get(by, lambda: BackboneFinetuning(1, lambda epoch: 1.01, should_align=False))
+if by != "hand":  # the peer waits for the one that is killed
+    strategy = FTDDPStrategy(min_replicas=2) if strategy == "ft_ddp" else FTDiLoCoStrategy(min_replicas=2, sync_every=3)
 seed_everything(1)
 data = TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
 before = Net()
@@ -68,11 +75,13 @@ module = Net()
 module.load_state_dict(before.state_dict())
 trainer = Trainer(strategy=strategy, devices=devices, accelerator="cpu", logger=False, max_epochs=40,
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                  callbacks=[Unfreezes() if by == "callback" else ByHand()])
+                  callbacks=[make()])
 trainer.fit(module, DataLoader(data, 4))
 learned = not torch.equal(module.backbone[0].weight, before.backbone[0].weight)
 values = [*module.state_dict().values(), *(p.float() for s in trainer.optimizers[0].state.values() for p in s.values())]
 digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest()[:8]
+rates = [round(g["lr"], 12) for g in trainer.optimizers[0].param_groups]
+print(f"\\nrates: {rates}")
 places = len(trainer.optimizers[0].param_groups), trainer.global_step
 print(f"\\nends: {digest} {learned} {places} {module.backbone[1].track_running_stats}")
 if began_again:
@@ -100,6 +109,21 @@ def test_what_a_callback_unfreezes_is_averaged_and_heals(tmp_path: Path) -> None
     assert end.endswith("True (2, 240) True"), text
     assert text.count("ends: ") == 2
     assert "came back: True" in text
+
+
+@pytest.mark.parametrize("strategy", ["ft_ddp", "ft_diloco"])
+def test_what_a_hook_changes_from_its_present_value_is_changed_once(
+    tmp_path: Path, strategy: str
+) -> None:
+    """`on_train_epoch_start` is called in a group that comes back in a later epoch, for what no state has. Its
+    peers have called it before they gave their state: rates are theirs, and it contributes at once. It had
+    changed them once more, and had to heal again."""
+    code, text = run(tmp_path, "backbone", strategy)
+    assert code == 0, text
+    rates = [line.partition("rates: ")[2] for line in text.splitlines() if "rates: " in line]
+    assert len(rates) == 2 and len(set(rates)) == 1, text
+    assert "differ from those of its peers" not in text
+    assert text.count("came back: True") == 1
 
 
 @pytest.mark.parametrize("strategy", ["ft_ddp", "ft_local_sgd"])
