@@ -90,6 +90,7 @@ class OuterLoop:
         self._torn = False  # a heal is overwriting the global state
         self._local_step = 0
         self._syncs = False  # in `sync`
+        self._more_follow = False  # ... and not at its last outer step
         self._moved = False  # it has taken a peer's place in the data, where something else is due
         self._sent: OuterReduce | None = None  # the fragment that is on its way
         self._loop_thread = threading.get_ident()
@@ -151,14 +152,16 @@ class OuterLoop:
             raise RuntimeError(f"sync() works inside `with {type(self).__name__}(...)` only")
         committed, self._syncs = True, True
         try:
+            self._more_follow = True
             if self._sent is not None:
                 committed = self._apply()
-            for _ in self._fragments:
+            for number in range(len(self._fragments)):
+                self._more_follow = number + 1 < len(self._fragments)
                 if self._open or self._open_slot():
                     self._launch()
                     committed = self._apply() and committed
         finally:
-            self._syncs = False
+            self._syncs = self._more_follow = False
         return committed and not self._manager.left()
 
     def add_samples(self, samples: int) -> None:
@@ -341,8 +344,10 @@ class OuterLoop:
         return True
 
     def _vote(self) -> bool:
-        """The end of the step. Tests put their faults in front of it."""
-        return self._manager.should_commit()
+        """The end of the step. Tests put their faults in front of it.
+
+        One that joins within a `sync` would go on to its own next slot, and miss the rest."""
+        return self._manager.should_commit(admits=not self._more_follow)
 
     def _finish(self, sent: OuterReduce) -> None:
         """The outer step was committed."""

@@ -317,6 +317,54 @@ def test_members_change_at_outer_steps(
     assert zero.manager.current_step() == two.manager.current_step() == 13
 
 
+def test_no_member_joins_between_the_outer_steps_of_a_sync() -> None:
+    """It would not know that more of them follow at once. 2 asks in the first of three, and joins behind the
+    last."""
+    gate = Milestones()
+
+    class Gated(DiLoCo):
+        def _vote(self) -> bool:
+            if self._syncs:
+                gate["0 and 1 synchronize"].set()
+                gate.wait("2 waits")
+            return super()._vote()
+
+    def trainer(i: int, kind: type[DiLoCo]) -> Trainer:
+        options = {"expected": 2 if i < 2 else 0, "sync_every": 6, "fragments": 3}
+        return Trainer(server.address(), i, kind, **options)
+
+    def run(t: Trainer, before: Callable[[], object]) -> tuple[Trainer, int]:
+        with t.loop, closing_on_error(t):
+            before()
+            step = t.manager.current_step()
+            for _ in range(12):
+                t.inner_step()
+        t.close()
+        return t, step
+
+    def old(i: int) -> tuple[Trainer, int]:
+        t = trainer(i, Gated)
+
+        def before() -> None:
+            for _ in range(3):  # the second fragment's slot has begun
+                t.inner_step()
+            assert t.loop.sync()
+
+        return run(t, before)
+
+    def new() -> tuple[Trainer, int]:
+        gate.wait("0 and 1 synchronize")
+        t = trainer(2, DiLoCo)
+        tell_when_waiting(t, gate["2 waits"])
+        return run(t, lambda: None)
+
+    with lighthouse() as server:
+        found = replicas(lambda: old(0), lambda: old(1), new)
+    assert [step for _, step in found] == [1 + 3] * 3
+    check_states([t for t, _ in found])
+    assert [t.manager.current_step() for t, _ in found] == [1 + 3 + 6] * 3
+
+
 def test_members_with_other_settings_are_refused_when_they_join() -> None:
     with lighthouse() as server:
         first = Trainer(server.address(), 0, DiLoCo, sync_every=8)
