@@ -211,7 +211,7 @@ class Slot:
 
     def others_leave(self) -> bool:
         """Whether all others that take part, of which there is one at least, do so for the last time."""
-        joined = [self._get(at + _JOINED_AT) for at in self._living() if at != self._at]
+        joined = [self._get(at + _JOINED_AT) for at in self._not_dead() if at != self._at]
         return self.whole and set(joined) - {0} == {LEAVES}
 
     def committed(self, step: int) -> None:
