@@ -64,9 +64,8 @@ def _ending(whose: str, name: str, otherwise: _Hook) -> _Hook:
         of_group = issubclass(kind, TrainingOver | StartAgain)
         # The supervisor of several groups adds nothing to these.
         group = f"replica group {name}: " if of_group and slot().there else ""
-        if not (
-            of_group and ReplicaEnv.read().group_rank
-        ):  # all ranks of the group end so, and one tells
+        silent = of_group and ReplicaEnv.read().group_rank
+        if not silent:  # all ranks of the group end so, and one tells
             # Not `sys.stderr`: torch.distributed has put a buffer there, which it prints when this returns.
             print(f"{whose}: {group}{error}", file=sys.__stderr__, flush=True)
         sys.stdout.flush()

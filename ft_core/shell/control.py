@@ -224,9 +224,7 @@ class Control:
         now = time.monotonic()
         return READ_S + (now if now > self._planned + ABSENT_S else self._resumed_at)
 
-    def vote(
-        self, vote: CastVote, deadline: float, outside: Callable[[], None] = lambda: None
-    ) -> ReplicaStatus:
+    def vote(self, vote: CastVote, deadline: float, outside: Callable[[], None]) -> ReplicaStatus:
         """`submit`, then wait for the outcome, with the socket driven by the calling thread.
 
         `outside` is called every `OUTSIDE_LOOK_S` while this rank is outside, and may raise.
