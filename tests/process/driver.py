@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,9 @@ class Worker:
         """End the run after its step, and wait for that. `end_of_group`: this rank may learn of
         its end from another rank's. `told`: by `tell_to_stop`."""
         if not told:
-            self.tell_to_stop()
+            # Its process may be gone by then, and has reported its end.
+            with suppress(*(BrokenPipeError,) if end_of_group else ()):
+                self.tell_to_stop()
         error = self.await_end()
         assert not error or (end_of_group and error.startswith("GroupBroken")), error
 

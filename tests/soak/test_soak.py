@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from tests.soak.__main__ import problems
 from tests.soak.checks import Checker, Gap
 from tests.soak.run import Soak
 from tests.soak.schedule import DILOCO, MODES, RANKS, SYNC, WEIGHTS, Shape, schedule
+from tests.soak.stops import soak as soak_of_stops
 
 
 def shape(mode: str, *, networks: bool = True) -> Shape:
@@ -123,3 +125,9 @@ def test_a_short_run_holds() -> None:
     assert not problems(soak, PATIENCE_S)
     assert soak.checker.counts["commits"] > 0
     assert len(faults) == sum(n for k, n in soak.checker.counts.items() if k.startswith("fault: "))
+
+
+@pytest.mark.process
+def test_groups_of_a_fabric_loop_that_are_stopped_agree(tmp_path: Path) -> None:
+    made = soak_of_stops(tmp_path, groups=2, seconds=8.0, steps=100, seed=1)
+    assert 2 in made.values()

@@ -1,0 +1,102 @@
+"""Replica groups of a Fabric loop are stopped (SIGSTOP) at random, longer than their timeout, and go on.
+
+    python -m tests.soak.stops --groups 3 --seconds 40 --seed 1
+
+Ends with an error if two groups differ at a step, a script fails, or the job does not end. A seed chooses when
+and for how long; what the processes do meanwhile is the machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+from tests.harness import workers
+from tests.harness.waiting import PATIENCE_S, gone
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOP = Path(__file__).with_name("fabric_loop.py")
+NOT_OURS = ("FT_", "TORCHFT_", "PL_", "REPLICA_", "NUM_REPLICA")
+LONGEST_S = 4.0
+EVERY_S = 1.0
+"""A group is stopped about as often as that, while another runs."""
+
+
+def soak(folder: Path, *, groups: int, seconds: float, steps: int, seed: int) -> dict[int, int]:
+    """Run the loop to `steps`, with stops for `seconds`; how many groups have made each step.
+
+    Raises AssertionError for what must not happen."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(NOT_OURS)}
+    said = folder / "said"
+    with said.open("wb") as out:
+        job = workers.start(
+            "lightning",
+            [str(LOOP), str(folder), str(groups), str(steps)],
+            env={**env, "PYTHONPATH": str(ROOT)},
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        _stop_some(folder, groups, time.monotonic() + seconds, random.Random(seed), job)
+        assert job.wait(PATIENCE_S) == 0, said.read_text()
+    finally:
+        job.end()
+    digests: dict[int, list[str]] = defaultdict(list)
+    for path in folder.glob("*.*"):
+        for line in path.read_text().splitlines():
+            step, digest = line.split()
+            digests[int(step)].append(digest)
+    differing = [step for step, found in digests.items() if len(set(found)) > 1]
+    assert not differing, f"steps {differing} differ between groups; {said.read_text()}"
+    assert max(digests) >= steps, said.read_text()
+    return {step: len(found) for step, found in digests.items()}
+
+
+def _stop_some(
+    folder: Path, groups: int, until: float, rng: random.Random, job: workers.Worker
+) -> None:
+    """One group at least runs at any time."""
+    stopped: dict[int, float] = {}
+    while time.monotonic() < until and job.poll() is None:
+        living = [int(path.suffix[1:]) for path in folder.glob("*.*")]
+        living = [pid for pid in living if not gone(pid)]
+        runs = [pid for pid in living if pid not in stopped]
+        if len(living) == groups and len(runs) > 1:
+            pid = rng.choice(sorted(runs))
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+            stopped[pid] = time.monotonic() + rng.uniform(0.3, LONGEST_S)
+        time.sleep(rng.uniform(0.0, EVERY_S))  # when, is what the seed chooses
+        _go_on(stopped, time.monotonic())
+    _go_on(stopped, float("inf"))
+
+
+def _go_on(stopped: dict[int, float], now: float) -> None:
+    for pid in [pid for pid, until in stopped.items() if until <= now]:
+        del stopped[pid]
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of stops")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        made = soak(Path(folder), **vars(chosen))
+    alone = sum(count == 1 for count in made.values())
+    print(f"{len(made)} steps, {alone} of them by one group; equal at all that several have made")
+
+
+if __name__ == "__main__":
+    main()
