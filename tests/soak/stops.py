@@ -62,11 +62,11 @@ def soak(folder: Path, *, groups: int, seconds: float, steps: int, seed: int) ->
 def _stop_some(
     folder: Path, groups: int, until: float, rng: random.Random, job: workers.Worker
 ) -> None:
-    """One group at least runs at any time."""
+    """From the first step on, which all make. One group at least runs at any time."""
     stopped: dict[int, float] = {}
     while time.monotonic() < until and job.poll() is None:
-        living = [int(path.suffix[1:]) for path in folder.glob("*.*")]
-        living = [pid for pid in living if not gone(pid)]
+        trained = [path for path in folder.glob("*.*") if path.stat().st_size]
+        living = [pid for pid in (int(path.suffix[1:]) for path in trained) if not gone(pid)]
         runs = [pid for pid in living if pid not in stopped]
         if len(living) == groups and len(runs) > 1:
             pid = rng.choice(sorted(runs))
