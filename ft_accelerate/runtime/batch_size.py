@@ -9,8 +9,8 @@ then on lets its search go on to their size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate.utils.memory import should_reduce_batch_size
@@ -19,6 +19,7 @@ from ft_accelerate.runtime.process import activate
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import SizeGivenUp
 from ft_accelerate.seams import around
+from ft_core import step
 
 ALONE = (
     "this process came back, and had no memory left for the batch size with which its peers train: it is no "
@@ -57,18 +58,14 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
     return one_try
 
 
-@contextmanager
-def updating(runtime: Runtime) -> Iterator[None]:
+def updating(runtime: Runtime) -> AbstractContextManager[None]:
     """The update of a committed step. What it raises, which the script may catch, costs this process its state, since
     that may be half updated. But not where all have run out of memory, and begin anew with a smaller batch."""
-    if (manager := runtime.manager) is None:
-        yield
-        return
-    try:
-        yield
-    except BaseException as error:
+    if runtime.manager is None:
+        return nullcontext()
+
+    def begins_anew(error: BaseException) -> bool:
         all_do = runtime.position.tries and isinstance(error, Exception)
-        if not (all_do and should_reduce_batch_size(error)):
-            manager.update_failed(error)
-        raise
-    manager.updated()
+        return all_do and should_reduce_batch_size(error)
+
+    return step.updating(runtime.manager, begins_anew)

@@ -115,6 +115,18 @@ class _Pass:
                 real.close()  # type: ignore[attr-defined]
             position.finish(iteration, has_length=length is not None)
 
+    def _take_order_of_main(self) -> None:
+        """Each process has drawn the order of this pass on its own."""
+        if self._generator is not None:
+            state = self._generator.get_state()
+            take_main(state)
+            self._generator.set_state(state)
+            self._iteration.generator_state = state
+        elif (sampler := seeded_sampler(self._loader)) is not None:
+            seed = torch.tensor(divmod(sampler.initial_seed, 1 << 32))
+            take_main(seed)
+            sampler.initial_seed = (int(seed[0]) << 32) + int(seed[1])
+
     def _start(self) -> Iterator[Any]:
         """The real batches, from this pass's position on."""
         loader, iteration = self._loader, self._iteration
@@ -125,20 +137,10 @@ class _Pass:
         if self._generator is not None and state is not None:
             self._generator.set_state(state)
             iteration.generator_state = state
-        if self._generator is not None and (own is not None or loader in _later_loaders):
-            _later_loaders.discard(loader)
-            if not iteration.yielded:
-                state = self._generator.get_state()
-                take_main(state)
-                self._generator.set_state(state)
-                iteration.generator_state = state
-        sampler = seeded_sampler(loader)
-        if sampler is not None and loader in _later_loaders:
-            _later_loaders.discard(loader)
-            if not iteration.yielded:
-                seed = torch.tensor(divmod(sampler.initial_seed, 1 << 32))
-                take_main(seed)
-                sampler.initial_seed = (int(seed[0]) << 32) + int(seed[1])
+        later = loader in _later_loaders
+        _later_loaders.discard(loader)
+        if not iteration.yielded and (own is not None or later):
+            self._take_order_of_main()
         if is_stateful(loader):
             return self._start_stateful()
         skip = iteration.yielded - iteration.left_out

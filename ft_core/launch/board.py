@@ -311,9 +311,9 @@ class Slot:
         left = self._not_dead()
         if any(self._get(at + _LEADS_AT) for at in left):
             return False
-        over = (at for at in left if self._get(at + _TRAINING_AT) > 0)
-        runs = (at for at in over if not self._get(at + _ENDED_AT))
-        return self._at == min(runs, default=-1)
+        running = (at for at in left if not self._get(at + _ENDED_AT))
+        over = (at for at in running if self._get(at + _TRAINING_AT) > 0)
+        return self._at == min(over, default=-1)
 
     def await_leader(self, number: int) -> None:
         """Wait until the process that writes for all has come to the end of training `number`, or is dead.

@@ -47,7 +47,8 @@ class LaterRows:
             self._kept.append((self._slot.next_row(), write))
             if leads():
                 self.make_up()
-            self._forget()
+            else:
+                self._forget()
 
         return log_metrics
 

@@ -18,12 +18,12 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
+from tests.ft_lightning.harness import NOT_OURS
 from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S, gone
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOP = Path(__file__).with_name("fabric_loop.py")
-NOT_OURS = ("FT_", "TORCHFT_", "PL_", "REPLICA_", "NUM_REPLICA")
 LONGEST_S = 4.0
 EVERY_S = 1.0
 """A group is stopped about as often as that, while another runs."""

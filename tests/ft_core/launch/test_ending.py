@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ft_core.launch.board import Board
+from tests.harness.cluster import board_of
 from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,6 +28,20 @@ raise {error}("a sentence")
 """
 
 
+def ended(error: str, board: Board | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """A process that `error` has ended. `board`: of the supervisor whose child 1 it is."""
+    env = {**os.environ, **env, **(board.environment(1) if board else {})}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("{error}", error)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=ROOT,
+        env=env,
+        pass_fds=board.descriptors if board else (),
+    )
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -39,13 +54,7 @@ raise {error}("a sentence")
     ],
 )
 def test_a_process_whose_script_is_not_at_fault_ends_with_a_line(error: str, code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("{error}", error)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        cwd=ROOT,
-    )
+    done = ended(error)
     assert done.returncode == code
     if code == 1:  # the script's own
         assert done.stderr.startswith("Traceback")
@@ -57,33 +66,15 @@ def test_a_process_whose_script_is_not_at_fault_ends_with_a_line(error: str, cod
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_rank_tells_what_ends_its_group(rank: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("{error}", "TrainingOver")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        cwd=ROOT,
-        env={**os.environ, "RANK": rank, "WORLD_SIZE": "2"},
-    )
+    done = ended("TrainingOver", RANK=rank, WORLD_SIZE="2")
     assert done.returncode == 79
     assert done.stderr == ("" if rank == "1" else "ft_package: a sentence\n")
 
 
 def test_under_a_supervisor_the_line_names_the_group() -> None:
     """Whatever the launcher calls it, and wherever: an integration may have variables of its own."""
-    supervisors = Board(2)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT.replace("{error}", "TrainingOver")],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            cwd=ROOT,
-            env={**os.environ, **supervisors.environment(1)},
-            pass_fds=supervisors.descriptors,
-        )
-    finally:
-        supervisors.close()
+    with board_of(2) as board:
+        done = ended("TrainingOver", board)
     assert done.stderr == "ft_package: replica group 1: a sentence\n"
 
 
