@@ -63,8 +63,10 @@ for epoch in range(epochs):
     accelerator.print(f"epoch {epoch}: {right / total:.1%} of {total} digits are right")
 
 accelerator.wait_for_everyone()
+state = accelerator.get_state_dict(model)  # of a sharded model whole, on the first of its processes
 weights = hashlib.sha256()
-for value in accelerator.unwrap_model(model).state_dict().values():
+for value in state.values():
     weights.update(value.cpu().numpy().tobytes())
-print(f"process {accelerator.process_index}: weights {weights.hexdigest()[:16]}", flush=True)
+if state:
+    print(f"process {accelerator.process_index}: weights {weights.hexdigest()[:16]}", flush=True)
 accelerator.end_training()

@@ -1,10 +1,11 @@
 # python examples/train_hsdp.py
-"""Fault-tolerant HSDP: a transformer whose shards are spread over the ranks of a replica group (FSDP2),
-and whose gradients are averaged over replica groups that come and go.
+"""Fault-tolerant HSDP: a transformer whose shards are spread over the ranks of a replica group (FSDP2, with
+`--tensor 2` tensor parallelism, too), and whose gradients are averaged over replica groups that come and go.
 
 The command starts two replica groups of two processes each, kills one process in the middle of a step,
 and starts its group again, as a launcher does. The other group trains on; the group that comes back
 heals, each rank its own shards. Exit code 0 only if both groups end with equal weights, bit for bit.
+Where there are fewer GPUs than processes, these share them.
 
 `train()` is all that a script of your own needs. It takes its place from the variables that torchrun
 sets, too:  REPLICA_GROUP_ID=0 NUM_REPLICA_GROUPS=2 torchrun --nproc_per_node 2 examples/train_hsdp.py
@@ -27,19 +28,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ft_core import Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL, replicate
 from ft_core.launch.rank_group import group_command
 from lighthouse import LighthouseServer
 
-GROUPS, RANKS = 2, 2
+GROUPS, SHARDS = 2, 2
 WORDS, LENGTH = 32, 16
 
 parser = argparse.ArgumentParser(description="Fault-tolerant HSDP")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--kill-at", type=int, default=60, help="step in which a process is killed")
 parser.add_argument("--pace-s", type=float, default=0.05, help="a step takes at least this long")
+parser.add_argument("--tensor", type=int, default=1, help="ranks that share a matrix of the MLPs")
+parser.add_argument("--gloo", action="store_true", help="between the groups, also on GPUs")
 args = parser.parse_args()
+RANKS = SHARDS * args.tensor
+"""Of a group."""
 
 
 class Block(nn.Module):
@@ -81,21 +87,29 @@ def train() -> None:
     rank, group = int(os.environ["RANK"]), int(os.environ.get("REPLICA_GROUP_ID", 0))
     groups = int(os.environ.get("NUM_REPLICA_GROUPS", 1))
     print(f"rank {rank} is process {os.getpid()}", flush=True)
-    on_gpus = torch.cuda.device_count() >= GROUPS * RANKS
-    device = torch.device("cuda", group * RANKS + rank) if on_gpus else torch.device("cpu")
+    on_gpus, number = torch.cuda.is_available(), group * RANKS + rank
+    device = torch.device("cpu")
     if on_gpus:
+        device = torch.device("cuda", number % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if torch.cuda.device_count() < GROUPS * RANKS:  # NCCL takes one process a GPU and host
+            os.environ["NCCL_HOSTID"] = str(number)
     torch.set_num_threads(1)
 
     # ---- inside the group: FSDP2 over its ranks, with a process group of torch's own
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    names = ("shard", "tensor")
+    mesh = init_device_mesh(device.type, (SHARDS, args.tensor), mesh_dim_names=names)
     torch.manual_seed(group)  # replica groups may start with different weights
     model = Transformer().to(device)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        if args.tensor > 1:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tensor"], plan)
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    one_mesh = args.tensor == 1  # else torch neither clips nor updates all parameters in one call
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=None if one_mesh else False)
 
     # ---- between groups: a quorum
     def state_dict() -> dict:
@@ -108,7 +122,7 @@ def train() -> None:
             print("healed", flush=True)
 
     manager = Manager(
-        pg=ProcessGroupNCCL() if on_gpus else ProcessGroupGloo(),
+        pg=ProcessGroupNCCL() if on_gpus and not args.gloo else ProcessGroupGloo(),
         load_state_dict=load_state_dict,
         state_dict=state_dict,
         use_async_quorum=False,  # a group that comes back begins with a step that counts
@@ -126,10 +140,11 @@ def train() -> None:
         began = time.perf_counter()
         optimizer.zero_grad()  # begins a step: joins a quorum, and heals if this group is behind
         step = manager.current_step()
-        words = batch(step, group * dist.get_world_size() + rank, device)
+        words = batch(step, number // args.tensor, device)  # ranks that share a matrix: the same
         loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
         loss.backward()  # FSDP reduces over the group's ranks, and the manager over the groups
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if one_mesh:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()  # votes; updates the shards if all voted yes
         if rank == 0 and optimizer.step_was_skipped:
             print(f"step {step} discarded: {manager.last_outcome().reason}", flush=True)

@@ -32,6 +32,7 @@ from train_lightning import Digits, data, digest
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--devices", type=int, default=1, help="replica groups on this machine")
+    parser.add_argument("--accelerator", default="cpu", help="what Trainer takes")
     parser.add_argument("--max-steps", type=int, default=400, help="inner steps")
     parser.add_argument("--sync-every", type=int, default=20, help="inner steps in a window (H)")
     parser.add_argument("--outer-lr", type=float, default=0.7)
@@ -56,7 +57,7 @@ def main() -> None:
             fragment_sync_delay=args.delay,
             codec=args.codec,
         ),
-        accelerator="cpu",
+        accelerator=args.accelerator,
         devices=args.devices,
         max_steps=args.max_steps,
         logger=False,

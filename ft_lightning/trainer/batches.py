@@ -21,7 +21,9 @@ sentence if they have moved.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
@@ -31,6 +33,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from ft_core.heal import UnsupportedObjectError, pack
 from ft_core.manager import Manager
+from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_lightning")
 
@@ -584,3 +587,35 @@ def check_loader(loader: Any, shards: int) -> None:
             "over map-style datasets, with the DistributedSampler that Lightning puts into them; "
             f"{type(loader).__name__} has none, so set spares=0"
         )
+
+
+class Preparing:
+    """Has the `prepare_data` of `owners` (a module, a datamodule, or None) run in one process of this machine and
+    user at a time, for those with the same `subject`. Until `release()`.
+
+    Only while it runs: ranks of a group wait for each other before and after it, and some of them may be on
+    other machines. A lock that is held there would hold up ranks that others wait for.
+    """
+
+    def __init__(self, subject: str = "", *owners: Any) -> None:
+        self._subject = subject
+        self._owners = [owner for owner in owners if owner is not None]
+        for owner in self._owners:
+            owner.prepare_data = self._alone(owner.prepare_data)
+
+    def _alone(self, prepare: Callable[[], Any]) -> Callable[[], None]:
+        @functools.wraps(prepare)  # Lightning asks whether it is overridden
+        def prepare_data() -> None:
+            self.release()
+            lock = machine_lock("ft_lightning", self._subject)
+            try:
+                prepare()
+            finally:
+                os.close(lock)
+
+        return prepare_data
+
+    def release(self) -> None:
+        """Idempotent."""
+        for owner in self._owners:
+            vars(owner).pop("prepare_data", None)

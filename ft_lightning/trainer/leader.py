@@ -171,7 +171,7 @@ _LIVE = (
     "_decisions",
     "_rounds",
     "_sink",
-    "_prepare_lock",
+    "_preparing",
     "_sigterm",
     "_loggers",
     "_resumption",

@@ -38,6 +38,7 @@ from ft_lightning.trainer.agreements import Rounds, make_callbacks
 from ft_lightning.trainer.batches import (
     Batches,
     DataShare,
+    Preparing,
     batches_done,
     check_counters,
     check_loader,
@@ -52,7 +53,6 @@ from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.validation import Validation
 from lighthouse.errors import TrainingOver
-from lighthouse.files import machine_lock
 
 ENV_WORLD_SIZE = "WORLD_SIZE"
 
@@ -100,7 +100,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     _ranks = CopyRanks()
     """Of this replica group, for what is to reach all ranks of all groups."""
     _sigterm: Sigterm | None = None
-    _prepare_lock: int | None = None
+    _preparing = Preparing()
     _averaged: set[int] | None = None
     """Ids of the parameters that are averaged; None: all that are trainable."""
     _writes = _shows_bar = _prepared = _leaves_peers = False
@@ -178,10 +178,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             return self._in_group.broadcast(obj, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Of the replica group. The first one after `prepare_data` lets the next process in. Raises
+        """Of the replica group. The first one is after `prepare_data`, which may take long. Raises
         GroupBroken if another rank is gone. The loop's thread."""
         first, self._prepared = not self._prepared, True
-        self.release_machine()
+        self._preparing.release()
         if self._scope is not None:
             with self.where_ranks_meet():
                 self._in_group.barrier(limited=not first)
@@ -212,9 +212,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             # Before callbacks are set up, which disables bars where rank zero is not.
             self._shows_bar = getattr(self._trainer.progress_bar_callback, "is_enabled", False)
             if self.scope.local_rank == 0:
-                # One process of this script and user at a time prepares data on this machine.
-                script = os.path.abspath(sys.argv[0])
-                self._prepare_lock = machine_lock("ft_lightning", f"{script} {self._job.job_id}")
+                subject = f"{os.path.abspath(sys.argv[0])} {self._job.job_id}"
+                self._preparing = Preparing(
+                    subject, self._trainer.datamodule, self.lightning_module
+                )
         self._setup_stock_environment()
         if self._trainer.state.fn == "fit":
             dummy = self._from("fabric.loggers.logger")._DummyExperiment
@@ -605,7 +606,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def teardown(self) -> None:
         """Called by Lightning when a run is over, also with an error: leave the job, and
         release what this process holds of its machine."""
-        self.release_machine()
+        self._preparing.release()
         self._shut_down()
         if self._loggers is not None:
             self._loggers.end()
@@ -633,12 +634,6 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         super().teardown()
         if place is not None:  # Lightning's environment takes it off; this process keeps its place
             os.environ[ENV_WORLD_SIZE] = place
-
-    def release_machine(self) -> None:
-        """Let the next process of this machine prepare its data."""
-        if self._prepare_lock is not None:
-            os.close(self._prepare_lock)
-            self._prepare_lock = None
 
     def _shut_down(self, *, finished: bool = False) -> None:
         """Leave the quorum, and release what was adopted of Lightning. Idempotent."""

@@ -47,7 +47,9 @@ class Run(runs.Run):
         """The processes of replica group `index`, as a launcher would start them."""
         port = free_port()
         return [
-            self.start(index, groups, **rank_environment(env, rank=rank, size=size, port=port))
+            self.start(
+                index, groups, **{**rank_environment({}, rank=rank, size=size, port=port), **env}
+            )
             for rank in range(size)
         ]
 

@@ -43,6 +43,7 @@ OPTIONS: dict[str, Any] = {
     "options": {},  # of the strategy
     "own_start": False,  # each replica group begins with other parameters
     "devices": 1,
+    "nodes": 1,  # of a replica group, each with `devices` of its processes
     "after_fit": False,  # each case ends with the script's own save, to <log>/final.ckpt, and a validation
     "holds": [],  # "step:<global step>", "dies_in_save", "saved"
 }
@@ -67,6 +68,12 @@ class ShardedModel(LightningModule):
         self.case, self.options, self.files = case, options, files
         self.net: Any = None
         self.injected: set[int] = set()
+
+    def prepare_data(self) -> None:
+        for said in ("begins", "ends"):
+            with (self.files.folder / "prepared").open("a") as file:
+                file.write(f"{self.files.name} {said}\n")
+            time.sleep(0.2)  # time for another process to come in, which must not
 
     def configure_model(self) -> None:
         """As users of ModelParallelStrategy write it. Stock needs a mesh of three dimensions."""
@@ -173,6 +180,7 @@ def fit(case: str, options: dict[str, Any], files: Log, **given: Any) -> Trainer
     trainer = Trainer(
         accelerator="cpu",
         devices=GROUPS * RANKS if stock else options["devices"],
+        num_nodes=options["nodes"],
         strategy=kind(save_distributed_checkpoint=case != "full", **sizes, **options["options"]),
         accumulate_grad_batches=2 if case == "accumulate" else 1,
         gradient_clip_val=None if case == "tensor" else 0.5,  # torch has no norm over two meshes

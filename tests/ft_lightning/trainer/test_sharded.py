@@ -61,6 +61,26 @@ def test_numbers_are_those_of_the_stock_strategy(
     assert run.events(0, "discard") >= 2
 
 
+def test_ranks_of_a_group_that_are_each_their_machines_first_prepare_data_by_turns(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Machines that each have a rank of several groups: the one that waits for its turn must not be
+    waited for by the one whose turn it is."""
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with sharded(tmp_path, coordinator.address(), nodes=2) as run:
+        run.wait(
+            *[
+                each
+                for group in (0, 1)
+                for each in run.start_ranks(group, size=2, groups=2, **alone)
+            ]
+        )
+    said = (tmp_path / "prepared").read_text().split("\n")[:-1]
+    turns = [(begin.split()[0], end) for begin, end in zip(said[::2], said[1::2], strict=True)]
+    assert sorted(rank for rank, _ in turns) == ["0", "1", "2", "3"]
+    assert [end for _, end in turns] == [f"{rank} ends" for rank, _ in turns]
+
+
 def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
