@@ -76,22 +76,22 @@ SCRIPTS = [
     Script("train_lightning", "--max-steps 3000 --step-delay 0.01 --progress", "--accelerator gpu"),
     Script("train_fabric", "--epochs 100 --step-delay 0.01 --devices 1", "--accelerator gpu"),
     Script("accelerate_loop", "--epochs 150"),
-    Script("transformers_trainer", "--epochs 20 --output_dir out"),
+    Script("transformers_trainer", "--epochs 60 --output_dir out"),
     Script(
         "train_lightning_diloco",
-        "--max-steps 12000 --sync-every 4 --progress",
+        "--max-steps 3200 --sync-every 4 --progress",
         "--accelerator gpu",
     ),
-    Script("train_hsdp", "--steps 1500 --pace-s 0", ranks=2),
-    Script("FSDP and TP", "--steps 800 --pace-s 0 --tensor 2", file="train_hsdp", ranks=4),
-    Script("Gloo between groups", "--steps 1500 --pace-s 0 --gloo", file="train_hsdp", ranks=2),
+    Script("train_hsdp", "--steps 450 --pace-s 0", ranks=2),
+    Script("FSDP and TP", "--steps 400 --pace-s 0 --tensor 2", file="train_hsdp", ranks=4),
+    Script("Gloo between groups", "--steps 450 --pace-s 0 --gloo", file="train_hsdp", ranks=2),
     Script(
         "train_lightning_fsdp",
-        "--devices 1 --num-nodes 2 --max-steps 2000",
+        "--devices 1 --num-nodes 2 --max-steps 700",
         "--accelerator gpu",
         ranks=2,
     ),
-    Script("FSDP2", "--epochs 120", file="accelerate_loop", ranks=2, environment=SHARDED),
+    Script("FSDP2", "--epochs 100", file="accelerate_loop", ranks=2, environment=SHARDED),
 ]
 
 
@@ -236,7 +236,7 @@ def main() -> int:
     parser = arguments((__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--kills", type=int, default=1, help="of a script's processes")
     parser.add_argument("--stops", type=int, default=0, help="of a script's processes")
-    parser.add_argument("--every", type=int, default=60, metavar="STEPS", help="between faults")
+    parser.add_argument("--every", type=int, default=40, metavar="STEPS", help="between faults")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--at-a-time", type=int, metavar="N", help="scripts; default: by processors"

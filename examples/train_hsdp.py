@@ -94,6 +94,8 @@ def train() -> None:
         torch.cuda.set_device(device)
         if torch.cuda.device_count() < GROUPS * RANKS:  # NCCL takes one process a GPU and host
             os.environ["NCCL_HOSTID"] = str(number)
+        # Else torch's monitor ends a process 8 minutes after an error between groups (torch 2.11 to 2.13).
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     torch.set_num_threads(1)
 
     # ---- inside the group: FSDP2 over its ranks, with a process group of torch's own
