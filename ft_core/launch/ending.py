@@ -7,7 +7,7 @@ And what SIGTERM does to a training loop.
 | 69 | no lighthouse answers, within the connect timeout |
 | 75 | another process of its replica group is gone; the cause is in that process. Or the training has ended just as it came back, and its next life passes over it (Lightning's Trainer) |
 | 79 | the training is over, or its script's next one has begun: nothing is left to do |
-| 143 | it was told to end by SIGTERM (`Sigterm`) |
+| 143 | it was told to end by SIGTERM (`Sigterm`), or another process of its group was |
 | other | the script's own error |
 
 A traceback would show the loop's own lines, and hide the sentence that helps.
@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ft_core.environment import ReplicaEnv
-from ft_core.errors import GroupBroken, StartAgain, StepInDoubt
+from ft_core.errors import GroupBroken, GroupLeft, StartAgain, StepInDoubt
 from ft_core.launch.board import slot
 from ft_core.launch.restarts import (
     AWAY_EXIT_CODE,
@@ -35,9 +35,10 @@ from ft_core.launch.restarts import (
 )
 from lighthouse.errors import LighthouseUnavailable, TrainingOver
 
-CODES: dict[type[BaseException], int] = {
+CODES: dict[type[BaseException], int] = {  # a class before those that it derives from
     LighthouseUnavailable: AWAY_EXIT_CODE,
     StepInDoubt: AWAY_EXIT_CODE,
+    GroupLeft: SIGTERM_EXIT_CODE,
     GroupBroken: BROKEN_EXIT_CODE,
     StartAgain: BROKEN_EXIT_CODE,
     TrainingOver: OVER_EXIT_CODE,

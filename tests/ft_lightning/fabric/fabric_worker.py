@@ -8,10 +8,12 @@ end of the loop writes `<log>/<name>.end`. Written so that it runs under stock "
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import ft_lightning  # noqa: F401
+from ft_core.errors import StepInDoubt
 from ft_lightning.fabric import FTDDPStrategy
 from tests.ft_lightning.fabric.scheduled import set_up
 from tests.harness.script import Log, digest, options_of, process_name
 from tests.harness.stock import leave_stock
+from tests.harness.waiting import gone, until
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -43,6 +47,8 @@ OPTIONS: dict[str, Any] = {
     # "validation:<number>"
     "inject": {},  # {"<step>": replica index}: this replica reports an error once, in backward
     "critic": False,  # every second window has two updates: of a critic, then of the net
+    "told_in_vote": {},  # {"<step>": rank}: this rank gets SIGTERM, and is killed when it has voted,
+    "late": [],  # before these ranks vote
     "save_at": None,  # save after this step
     "load": False,  # start from what was saved
     "stop_at": None,  # end after this step
@@ -98,6 +104,8 @@ class Worker:
         self.val_ranks: list[int] = []
         if self.ours:
             self.strategy.register("counts", self.counts)
+        if self.options["told_in_vote"]:
+            self.watch_votes()
         state = {
             "net": self.net,
             "optimizer": self.optimizer,
@@ -132,6 +140,8 @@ class Worker:
                         # As in a GAN: the critic's update first, then the net's, through both.
                         self.criticise(logits, labels)
                         loss = loss + 0.1 * self.critic(logits).mean()
+                    if self.options["told_in_vote"].get(str(self.step)) == self.fabric.global_rank:
+                        os.kill(os.getpid(), signal.SIGTERM)
                     if last:
                         # Within the step: after a vote that says goodbye the others are alone.
                         mean = self.fabric.all_reduce(loss.detach().clone())
@@ -239,6 +249,24 @@ class Worker:
             self.injected.add(step)
             error = RuntimeError("injected")
             loss.register_hook(lambda gradient: self.strategy.manager.report_error(error))
+
+    def watch_votes(self) -> None:
+        """See `told_in_vote`."""
+        vote = self.strategy.manager.should_commit
+
+        def should_commit(*args: Any, **options: Any) -> Any:
+            of_round = options.get("no_update")
+            rank = None if of_round else self.options["told_in_vote"].get(str(self.step))
+            if rank == self.fabric.global_rank:
+                with contextlib.suppress(StepInDoubt):
+                    vote(timedelta(seconds=0.5), **options)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank is not None and self.fabric.global_rank in self.options["late"]:
+                other = int((self.log.folder / f"{rank}.started").read_text())
+                until(lambda: gone(other), "the other rank to be killed")
+            return vote(*args, **options)
+
+        self.strategy.manager.should_commit = should_commit
 
     def end(self) -> None:
         end = {

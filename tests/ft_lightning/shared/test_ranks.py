@@ -233,6 +233,23 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
     assert left_in_peace(events, "1")
 
 
+@pytest.mark.parametrize("late", [[0], [2, 3]])
+def test_a_rank_whose_group_was_told_to_end_ends_so_if_the_one_that_was_told_is_killed(
+    tmp_path: Path, coordinator: LighthouseServer, late: list[int]
+) -> None:
+    """In a Fabric loop, before it votes, or while it waits for the other group's vote."""
+    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "epochs": 2, "late": late}
+    groups = 1 if late == [0] else 2
+    with running(tmp_path, coordinator.address(), told_in_vote={"6": 1}, **options) as run:
+        zero, one = run.start_ranks(0, size=2, groups=groups)
+        others = run.start_ranks(1, size=2, groups=groups) if groups == 2 else []
+        run.wait(one, code=-signal.SIGKILL)
+        run.wait(zero, code=128 + signal.SIGTERM)
+        run.wait(*others)
+    assert [line["step"] for line in run.lines(0)] == list(range(1, 7))
+    assert "broken" not in run.output()
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_trainer_that_waits_for_a_quorum_ends_when_it_is_told_to(
     coordinator: LighthouseServer, monkeypatch: pytest.MonkeyPatch, waits: bool
