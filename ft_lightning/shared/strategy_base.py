@@ -477,7 +477,14 @@ class StrategyBase(_Base):
         return self.participants
 
     def _next_training(self) -> JobOptions:
-        """The job of the training that begins now. Once for each."""
+        """The job of the training that begins now. Once for each.
+
+        That of the last one, if an exception has ended it and the script has caught that: a process that
+        comes back begins one where this one begins it twice, or its peers have not failed.
+        """
+        before = self._training
+        if before is not None and not self._over and trainings.is_latest(before):
+            return before
         job_id = job_of(self._options, self.scope, ReplicaEnv.read())
         job = self._job if job_id is None else replace(self._job, job_id=job_id)
         self._training = job = replace(job, room_id=trainings.next_room(job))

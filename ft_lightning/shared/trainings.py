@@ -27,10 +27,24 @@ _local = threading.local()
 
 def next_room(job: JobOptions) -> str:
     """The room of the training that begins now in this thread, which runs a script of this job."""
-    counts: Counter[tuple[str, str, int]] = vars(_local).setdefault("counts", Counter())
-    me = job.job_id, job.name, job.group_rank
+    counts, me = _counts(job)
     counts[me] += 1
-    return _FIRST if counts[me] == 1 else f"{_PREFIX}{counts[me]}"
+    return _room(counts[me])
+
+
+def is_latest(job: JobOptions) -> bool:
+    """Whether no later training has begun in this thread than that of `job.room_id`."""
+    counts, me = _counts(job)
+    return job.room_id == _room(counts[me])
+
+
+def _counts(job: JobOptions) -> tuple[Counter[tuple[str, str, int]], tuple[str, str, int]]:
+    counts = vars(_local).setdefault("counts", Counter())
+    return counts, (job.job_id, job.name, job.group_rank)
+
+
+def _room(number: int) -> str:
+    return _FIRST if number == 1 else f"{_PREFIX}{number}"
 
 
 def over(job: JobOptions) -> str:

@@ -49,6 +49,7 @@ class Resumption:
 
     Args:
         wanted: the option `resume`.
+        goes_on: this process has the state: an earlier call of `fit` has failed in it.
         ask: `ask(question)` is the answer of rank 0 of this replica group.
     """
 
@@ -59,9 +60,10 @@ class Resumption:
         scope: Scope,
         *,
         wanted: bool,
+        goes_on: bool = False,
         ask: Callable[[Callable[[], Any]], Any],
     ) -> None:
-        self._trainer, self._wanted = trainer, wanted
+        self._trainer, self._wanted, self._goes_on = trainer, wanted, goes_on
         self.number = str(trainings.number_of(job.room_id))
         root = trainer.default_root_dir
         alone = job.job_id.startswith("alone-") and scope.group_size == 1
@@ -84,7 +86,7 @@ class Resumption:
 
     def _continues(self) -> bool:
         known = self._known
-        if not self._wanted or not known.get("saves"):
+        if not self._wanted or self._goes_on or not known.get("saves"):
             return False
         if self._restarted or (self._named and not known.get("finished")):
             return True
@@ -153,7 +155,7 @@ class Resumption:
         state that the supervisor's keeper held, which has been told."""
         if kept or self.source:
             self._known.pop("finished", None)
-        if kept:
+        if kept or self._goes_on:
             return ""
         if self.source:
             return (

@@ -224,11 +224,13 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             )
             self._leader = self._writes = writes
             self._skipped, self._met = SkippedHooks(), False
+            before, job = self._training, self._next_training()
             self._resumption = Resumption(
                 self._trainer,
-                self._next_training(),
+                job,
                 self.scope,
                 wanted=self._options.resume,
+                goes_on=job is before,
                 ask=self._in_group.from_rank_0,
             )
         elif self._over and (rows := later_rows()) is not None:

@@ -40,6 +40,7 @@ OPTIONS: dict[str, Any] = {
     "unlike": False,  # the groups begin with weights of their own
     "scores": [],  # of each epoch's validation: the checkpoint with the lowest is the best, and is kept
     "grows": False,  # the data: each epoch asks for loaders of more samples
+    "fails": [],  # processes whose first fit fails, once, at step 3; the script calls it again
     "again": False,  # one Trainer and one model: a later fit trains them on
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
@@ -52,11 +53,15 @@ class Model(LightningModule):
     def __init__(self, number: int, files: Log, options: dict[str, Any]) -> None:
         super().__init__()
         self.number, self.files, self.options = number, files, options
+        self.fails: list[str] = options["fails"]
         self.stops, self.scores = options["stops"], options["scores"]
         self.net = nn.Linear(8, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.files.at(f"step:{self.number}:{self.global_step}")
+        if self.files.name in self.fails and self.global_step == 3:
+            self.fails = []
+            raise RuntimeError("injected")
         while self.options["told"] and self.global_step == 5 and not self.trainer.received_sigterm:
             time.sleep(0.02)
         fold = {int(x) for x in batch[0][:, 0]}
@@ -169,7 +174,12 @@ def main(options: dict[str, Any]) -> None:
             model.number = number
             trainer.fit_loop.max_epochs += options["epochs"]
         loaders = (Growing(),) if options["grows"] else (data(number), data(-number))
-        trainer.fit(model, *loaders, ckpt_path=options["ckpt_path"])
+        try:
+            trainer.fit(model, *loaders, ckpt_path=options["ckpt_path"])
+        except RuntimeError as error:
+            if str(error) != "injected":
+                raise
+            trainer.fit(model, *loaders)
         files.append(
             "fits",
             fit=number,

@@ -60,6 +60,39 @@ def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
         assert line["folds"] == [line["fit"]]
 
 
+def test_a_fit_that_failed_and_is_called_again_is_the_same_training(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """All groups fail, and train on. Then group 1 dies: its next life, with its first call, joins them."""
+    options: dict[str, Any] = {"fails": ["0", "1"], "holds": ["step:1:6"]}
+    with running(tmp_path, lighthouse, worker=WORKER, **options) as run:
+        first, second = run.start(0), run.start(1)
+        for name in (0, 1):
+            run.until_held(name, "step:1:6")
+        second.kill()
+        run.wait(second, code=-signal.SIGKILL)
+        back = run.start_again(1)
+        run.go("step:1:6")
+        run.wait(first, back)
+    assert {line["fit"] for line in run.lines(1, "trained") if line["pid"] == back.pid} == {1, 2}
+    assert results(run, 0) == results(run, 1)
+    assert [line["fit"] for line in run.lines(1, "fits")] == [1, 2]
+
+
+def test_a_group_whose_fit_failed_and_is_called_again_is_back_with_its_peers(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """The other one has not failed, and trains on."""
+    options: dict[str, Any] = {"fails": ["1"], "holds": ["step:1:5"], "fits": 1}
+    with running(tmp_path, coordinator.address(), worker=WORKER, **options) as run:
+        first, second = run.start(0), run.start(1)
+        run.until_held(0, "step:1:5")
+        run.until_waiting(coordinator, "1")
+        run.go("step:1:5")
+        run.wait(first, second)
+    assert results(run, 0) == results(run, 1)
+
+
 def test_groups_that_begin_with_weights_of_their_own_run_the_first_forward_with_the_first_ones(
     tmp_path: Path, lighthouse: str
 ) -> None:
