@@ -45,6 +45,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -127,6 +128,9 @@ def _train(
         resume_from_checkpoint = _started_from(
             self.args.output_dir, resume_from_checkpoint or None, runtime, goes_on=goes_on
         )
+    _starts.pop(self, None)
+    if isinstance(resume_from_checkpoint, (str, os.PathLike)):
+        _starts[self] = Path(resume_from_checkpoint).resolve()
     runtime.position.begun += 1
     shared = share(self)
     self.accelerator.register_for_checkpointing(shared)
@@ -278,6 +282,8 @@ def _over_quorum(dist: Any) -> Any:
 # ------------------------------------------------------------------ checkpoints
 
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_starts: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary()
+"""The checkpoint that a Trainer's training has started from, if from one."""
 
 
 def _started_from(
@@ -369,18 +375,27 @@ def _checkpoint(
 
 
 def _rotate(trainer: Any, run_dir: str) -> None:
-    """Delete checkpoints above `save_total_limit`: a function of transformers 5, a method before."""
-    if hasattr(trainer, "_rotate_checkpoints"):
-        trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+    """Delete checkpoints above `save_total_limit`, as Trainer does; but not the one that this training has
+    started from, with which a process that comes back begins."""
+    limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+    if limit is None or limit <= 0:
         return
-    from transformers.trainer_utils import rotate_checkpoints
+    found = [Path(each) for each in _oldest_first(trainer, run_dir)]
+    kept = {*found[-1:], *([] if best is None else [Path(best)])}
+    above = len(found) - max(limit, len(kept))
+    start = _starts.get(trainer)
+    for path in [path for path in found if path not in kept][: max(0, above)]:
+        if start is None or path.resolve() != start:
+            shutil.rmtree(path, ignore_errors=True)
 
-    rotate_checkpoints(
-        output_dir=run_dir,
-        save_total_limit=trainer.args.save_total_limit,
-        best_model_checkpoint=trainer.state.best_model_checkpoint,
-        use_mtime=True,
-    )
+
+def _oldest_first(trainer: Any, run_dir: str) -> list[str]:
+    """A function of transformers 5, a method before."""
+    if hasattr(trainer, "_sorted_checkpoints"):
+        return list(trainer._sorted_checkpoints(use_mtime=True, output_dir=run_dir))
+    from transformers.trainer_utils import sort_checkpoints
+
+    return sort_checkpoints(run_dir, use_mtime=True)
 
 
 def _write(write: Callable[[], None], trainer: Any, run: Path, final: Path) -> bool:
@@ -464,12 +479,12 @@ SEAMS = seams.table(
         ),
         "transformers.trainer_utils": (
             (
-                "rotate_checkpoints",
-                ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"),
+                "sort_checkpoints",
+                ("output_dir", "use_mtime"),
                 None,
                 Seam(
                     "transformers.trainer",
-                    "Trainer._rotate_checkpoints",
+                    "Trainer._sorted_checkpoints",
                     ("self", "use_mtime", "output_dir"),
                 ),
             ),

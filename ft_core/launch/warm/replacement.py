@@ -210,6 +210,8 @@ def _run(words: Sequence[str], path: Sequence[str]) -> None:
     try:
         if as_module:
             sys.argv[:] = ["-m", *words[2:]]
+            # It becomes `__main__`: runpy warns of one that a library of the template has imported.
+            sys.modules.pop(words[1], None)
             runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
         else:
             sys.argv[:] = words

@@ -46,7 +46,8 @@ def test_the_ranks_of_a_group_that_dies_come_back_warm(tmp_path: Path) -> None:
     flags = ["--cpu", "--num_processes", "2", "--fault_tolerance_group_size", "2"]
     command = [*accelerate("launch"), *flags, str(script), str(tmp_path)]
     env = installed(tmp_path / "package", FT_WARM_START="1", ACCELERATE_USE_FAULT_TOLERANCE="true")
-    with subprocess.Popen(command, env=env) as launcher:
+    said_to = tmp_path / "said"
+    with said_to.open("wb") as err, subprocess.Popen(command, env=env, stderr=err) as launcher:
         until(lambda: all((tmp_path / f"{rank}.0").exists() for rank in (0, 1)), "a step")
         until(lambda: template_of(launcher.pid), "the template")
         os.kill(int((tmp_path / "1.0").read_text().split()[0]), signal.SIGKILL)
@@ -59,3 +60,4 @@ def test_the_ranks_of_a_group_that_dies_come_back_warm(tmp_path: Path) -> None:
     assert said == [
         [str(warm), "__main__", str([str(tmp_path)])] for _ in (0, 1) for warm in (False, True)
     ]
+    assert "Warning" not in said_to.read_text()

@@ -301,7 +301,8 @@ def test_one_that_comes_back_to_the_evaluation_that_ends_the_training_ends_with_
 @resumes
 def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
     """A second job resumes, and one of its processes is started again when newer checkpoints are
-    there: it must not begin from those, nor from one whose writer had died."""
+    there: it must not begin from those, nor from one whose writer had died. Nor has the limit of
+    checkpoints deleted the one that it must begin from."""
     out = tmp_path / "ft"
     protected(TRAINER, out, "--save_steps", "13", "--max_steps", "13")
     (out / "checkpoints" / "checkpoint-13" / "trainer_state.json").stat()
@@ -314,11 +315,14 @@ def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
         "13",
         "--max_steps",
         "39",
+        "--limit",
+        "1",
         "--resume",
         kills="1:0:on_step_end:20",
     )
     same(*found)
     assert found[0]["global_step"] == 39
+    assert found[0]["checkpoints"] == ["checkpoint-13", "checkpoint-39"]
 
 
 @resumes

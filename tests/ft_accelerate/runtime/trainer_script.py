@@ -196,6 +196,7 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=-1)
     parser.add_argument("--save_steps", type=int, default=0)
     parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--limit", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--scheduler", default="cosine")
@@ -238,7 +239,7 @@ def main() -> None:
         eval_strategy="epoch",
         save_strategy="best" if options.patience else "steps",
         save_steps=save,
-        save_total_limit=2 if options.patience else None,
+        save_total_limit=2 if options.patience else options.limit,
         load_best_model_at_end=bool(options.patience),
         metric_for_best_model="eval_loss",
         seed=1,
