@@ -33,6 +33,7 @@ from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, OwnWrites, Saves, TrackerRuns
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel, Prepared, freeze, thaw
 from ft_accelerate.runtime.script_position import (
+    CAUGHT,
     EARLY,
     LATER,
     CatchUp,
@@ -111,9 +112,8 @@ class Runtime:
         self.own_writes = OwnWrites(slot())
         self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._finished = False
-        self._untaken = False
-        self._at = "fetch"
-        self._starting = 0  # the thread in which a quorum is being started
+        self._untaken, self._failed = False, ""
+        self._at, self._starting = "fetch", 0  # the thread in which a quorum is being started
         self._healed: dict[str, Any] | None = None
         self._headerless = NO_QUORUM  # the quorum in which gradients go without a header
         self._sigterm = Sigterm(self._is_waiting)
@@ -214,6 +214,8 @@ class Runtime:
         """
         position = self.position
         self.comes_to_another_place()
+        if self._failed:
+            self._end_if_told()
         while True:
             if position.phase is Phase.FAST_FORWARD:
                 if self.prepared.learns:  # else it may be taken for an evaluation's own error
@@ -437,8 +439,9 @@ class Runtime:
         )
         try:
             return attempt(collectives)
-        except (Diverged, ValueError):
+        except (Diverged, ValueError) as error:
             self.close()  # the others go on without this process
+            self._failed = str(error)
             raise
 
     # ------------------------------------------------------------------ a step of the manager
@@ -627,12 +630,12 @@ class Runtime:
 
     def _is_waiting(self) -> bool:
         """Whether the script waits for peers. Called in a signal handler: takes no lock."""
-        if self.manager is None:
-            return True
-        return self._starting != 0 and not self.manager.in_quorum()
+        return self.manager is None or (self._starting != 0 and not self.manager.in_quorum())
 
     def _end_if_told(self) -> None:
-        """End this process if SIGTERM has come and no step is under way that could be its last."""
+        """End this process if SIGTERM has come, between two steps; or if its script has caught its last error."""
+        if self._failed:
+            self._end_early(CAUGHT.format(self._failed))
         if self._sigterm.noted and not self._open:
             log.warning("ended by SIGTERM, after the last step that it took part in")
             self._sigterm.end()

@@ -41,6 +41,7 @@ MAX_LOGGED_BYTES = 256 * 1024 * 1024
 COMPUTED_GRADS = 8
 """Gradient steps before the peers' place that a script without prepared loaders computes again."""
 
+CAUGHT = "this process ends, since its script has caught an error and goes on, after which it can't train: {}"
 EARLY = (
     "this process came back, and its script ended before it was where its peers are, so nothing of this "
     "life counts: values that decide when a script ends (early stopping) must be in an object that is "

@@ -1,0 +1,65 @@
+"""Scripts that catch what is raised in a batch, and go on with the next one, under `accelerate launch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ft_accelerate.installed import accelerate, installed
+from tests.harness import workers
+from tests.harness.waiting import PATIENCE_S
+
+SCRIPT = """
+import hashlib, os, sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+model, optimizer, loader = accelerator.prepare(
+    net, torch.optim.SGD(net.parameters(), 0.01), torch.utils.data.DataLoader(data, 4))
+fails = (accelerator.process_index, os.environ["FT_RESTARTS"]) == (1, "0")
+for epoch in range(3):
+    for index, (batch,) in enumerate(loader):
+        try:
+            loss = model(batch).mean()
+            if fails and (epoch, index) == (1, 3):
+                raise torch.OutOfMemoryError("no memory is left")
+            accelerator.backward(loss)
+            optimizer.step()
+        except RuntimeError:
+            continue  # the next batch may be a smaller one
+        finally:
+            optimizer.zero_grad()
+        if index % 2:
+            accelerator.gather(loss.detach())
+weights = hashlib.sha256(net.weight.detach().numpy().tobytes()).hexdigest()
+Path(sys.argv[1], str(accelerator.process_index)).write_text(weights)
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_leaves_out_a_batch_alone_is_started_again(tmp_path: Path) -> None:
+    """It can't tell the error of its own batch from that of a process which has diverged from the others."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    flags = ["--cpu", "--num_processes", "2", "--fault_tolerance_min_replicas", "2"]
+    command = [*accelerate("launch")[1:], *flags, str(script), str(tmp_path)]
+    env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
+    with (tmp_path / "said").open("wb") as out:
+        job = workers.start("accelerate", command, env=env, stdout=out, stderr=out)
+        try:
+            code = job.wait(PATIENCE_S)
+        finally:
+            job.end()
+    said = (tmp_path / "said").read_text()
+    assert code == 0, said
+    assert (
+        "script has caught an error and goes on, after which it can't train: this replica" in said
+    )
+    assert said.count("replica group 1 failed with exit code 1; it is started again") == 1
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
