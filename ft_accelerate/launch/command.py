@@ -141,6 +141,8 @@ def _config(argv: list[str]) -> int:
     from accelerate.commands.config import config as stock
     from accelerate.commands.config import config_args
 
+    if argv[:1] == ["default"]:
+        argv = [*_write_default(argv[1:]), f"--{SWITCH}"]
     args = _config_parser().parse_args(argv)
     path = args.config_file or config_args.default_config_file
     there = os.path.isfile(path)
@@ -166,6 +168,24 @@ def _config(argv: list[str]) -> int:
         config.to_yaml_file(path)
     print(f"accelerate configuration saved at {path}")
     return 0
+
+
+def _write_default(argv: list[str]) -> list[str]:
+    """`accelerate config default`; returns the flag that names the file."""
+    from accelerate.commands.config.default import (
+        default_config_command,
+        default_json_config_file,
+    )
+
+    parser = argparse.ArgumentParser(
+        "ft-accelerate config default",
+        description="Asks nothing: writes what Accelerate takes for this machine, with the section.",
+    )
+    parser.add_argument("--config_file", default=default_json_config_file, dest="save_location")
+    parser.add_argument("--mixed_precision", default="no", choices=["no", "fp16", "bf16"])
+    args = parser.parse_args(argv)
+    default_config_command(args)
+    return ["--config_file", args.save_location]
 
 
 def _config_parser() -> argparse.ArgumentParser:

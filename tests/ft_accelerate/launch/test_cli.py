@@ -35,6 +35,17 @@ def test_config_writes_a_file_from_flags_alone(tmp_path: Path) -> None:
     assert section(path) == {"use_fault_tolerance": True, "fault_tolerance_min_replicas": 2}
 
 
+def test_config_default_asks_nothing(tmp_path: Path) -> None:
+    """As `accelerate config default`, which leaves a file that is there as it is; ours adds the section to it."""
+    path = tmp_path / "new" / "config.json"
+    for precision in ("bf16", "no"):
+        given = ["--config_file", str(path), "--mixed_precision", precision]
+        assert cli.main(["config", "default", *given]) == 0
+    found = yaml.safe_load(path.read_text())
+    assert found["mixed_precision"] == "bf16"
+    assert found["fault_tolerance_config"] == {"use_fault_tolerance": True}
+
+
 def test_config_adds_to_the_file_that_is_there(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**ON_CPU, "main_process_port": 4000, "debug": True}))
