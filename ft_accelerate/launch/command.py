@@ -173,8 +173,8 @@ def _config(argv: list[str]) -> int:
 def _write_default(argv: list[str]) -> list[str]:
     """`accelerate config default`; returns the flag that names the file."""
     from accelerate.commands.config.default import (
-        default_config_command,
         default_json_config_file,
+        write_basic_config,
     )
 
     parser = argparse.ArgumentParser(
@@ -184,7 +184,7 @@ def _write_default(argv: list[str]) -> list[str]:
     parser.add_argument("--config_file", default=default_json_config_file, dest="save_location")
     parser.add_argument("--mixed_precision", default="no", choices=["no", "fp16", "bf16"])
     args = parser.parse_args(argv)
-    default_config_command(args)
+    write_basic_config(args.mixed_precision, args.save_location)
     return ["--config_file", args.save_location]
 
 
