@@ -183,7 +183,7 @@ class Run:
         os.kill(pid, signal.SIGCONT)
         if self.script.ranks > 1 and not gone_within(self.groups[group], 5.0):
             return  # its group has not missed it
-        if self.groups[group].poll() is not None:
+        if self.groups[group].poll():
             self.groups[group] = self.start(group)
 
     def end(self) -> None:

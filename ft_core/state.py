@@ -157,10 +157,13 @@ class State:
         self._preallocated += map(PreallocatedState, optimizers)
 
     def prepare(self) -> None:
-        """Allocate what was registered with `preallocate`. Call it before this process joins, when no
-        peer waits for it."""
+        """Allocate what was registered with `preallocate`, and see what is sharded. Call it before this process
+        joins, when no peer waits for it."""
         for optimizer_state in self._preallocated:
             optimizer_state.prepare()
+        if dtensor_type() is not None:
+            with at_rest(self.sharded_models.values()):
+                self._shardings = shardings(self._tree())
 
     def parts(self) -> Iterator[tuple[str, Save]]:
         """Each part's key and save function."""
@@ -176,7 +179,7 @@ class State:
         """Whether it holds shards (DTensors). Those are taken at a step's boundary only: to load into what
         FSDP has gathered in forward frees memory that backward still needs, and a rank that takes none
         would then run other collectives than its siblings."""
-        return bool(shardings(self.save()))
+        return bool(self._shardings)
 
     def first_lineage(self, options: JobOptions) -> str:
         """Of a start without history: equal states have the same one, and need no transfer. Without
@@ -344,7 +347,6 @@ class State:
         if self._in_place and behind:
             with at_rest(self.sharded_models.values()):
                 tree = self._tree(without=self._read_in_step)
-            self._shardings = shardings(tree)
             self._offered = tree_map(_if_large, tree) if _versions(tree) else None
             # Not what the step queues from here on: its collectives wait for peers, which wait for the heal.
             self._offered_at = [device.current().mark() for device in devices_of(self._offered)]
@@ -378,18 +380,17 @@ class State:
         self.take_shares(tree)
 
     def room_to_receive(self, session: Session, *, in_step: bool) -> Any:
-        """Heal thread: the tree into which a fetched state may be received; None: into new memory.
+        """Heal thread: the tree into which a fetched state may be received.
 
         All of this rank's state while the loop waits at its step's boundary; `in_step`: what was
         offered for a step that goes on meanwhile. From here on this rank's state is torn until
-        the heal has ended.
+        the heal has ended. Where the loop uses the state: only how it is sharded, for new memory.
         """
         self._received, self._shown = [], None  # what is shown may change from now on
         offered = self._offered
-        if self.is_used or (in_step and offered is None):
-            return {"shardings": self._shardings} if self._shardings else None
-        if not session.control.submit(Overwrite(in_step)).overwriting:
-            return None
+        uses = self.is_used or (in_step and offered is None)
+        if uses or not session.control.submit(Overwrite(in_step)).overwriting:
+            return {"shardings": self._shardings}
         if in_step:
             # The loop may run: what it changes before this is overwritten, and later is noticed.
             tree, self._received = offered, _versions(offered)

@@ -3,6 +3,7 @@ inside a replica group: tests/ft_lightning/trainer/test_sharded.py."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,8 +29,9 @@ from tests.ft_core.collectives.test_retry import (
     mean_gradients,
     weights,
 )
-from tests.harness.cluster import lighthouse, manager
+from tests.harness.cluster import Replica, lighthouse, manager, replicas
 from tests.harness.thread_quorum import ThreadManager, ThreadQuorum
+from tests.harness.waiting import PATIENCE_S, until
 
 
 class Breaking(RetryableReducer):
@@ -193,6 +195,39 @@ def test_a_manager_puts_its_sharded_models_at_rest(asked: tuple[nn.Module, Shard
         assert list(own.state.sharded_models.values()) == [shards, shards]
         own.shutdown()
         assert not own.state.sharded_models
+
+
+def test_a_rank_that_uses_its_shards_receives_others_beside_them(
+    between: tuple[nn.Module, Shards], caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it computes a validation, say. What it has received is a state of its shards."""
+    _, shards = between
+
+    with lighthouse() as server:
+        first, late = Replica(server, "first"), Replica(server, "late", value=7.0)
+        for one, value in ((first, 1.0), (late, 7.0)):
+            own = [torch.full_like(each.detach(), value) for each in shards()]
+            one.manager.register_state_dict_fn("shards", lambda _: None, lambda own=own: own)
+        there, received = threading.Event(), threading.Event()
+
+        def train() -> None:
+            first.run_to(2)
+            there.set()
+            while not received.is_set():
+                first.step()
+            first.close()
+
+        def validate() -> None:
+            assert there.wait(PATIENCE_S)
+            late.manager.start_quorum(takes_state=False)
+            assert late.manager.is_healing()
+            plane = late.manager._session.plane  # type: ignore[union-attr]
+            until(lambda: plane.heal_stats is not None, "the state")
+            received.set()
+            late.close()
+
+        replicas(train, validate)
+    assert "failed" not in caplog.text
 
 
 def test_a_model_that_is_moved_has_other_shards(between: tuple[nn.Module, Shards]) -> None:
