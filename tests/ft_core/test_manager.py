@@ -16,6 +16,7 @@ from ft_core.manager import Manager, WorldSizeMode
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.shell import session
 from ft_core.shell.control import SPIN_S
+from ft_core.state import CHANGED_WHILE_SERVED
 from ft_core.telemetry import REVOKED
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
 from tests.harness.cluster import Replica, lighthouse, replicas
@@ -178,8 +179,9 @@ def test_joiner_heals_and_contributes_nothing_in_its_first_step():
         assert a.manager.current_step() == b.manager.current_step()
 
 
-def test_a_state_that_changes_while_it_is_served_is_not_committed():
-    """Large tensors are served live: a write to one before the vote would tear the heal."""
+def test_a_state_that_changes_while_it_is_served_is_not_committed(caplog):
+    """Large tensors are served live: a write to one before the vote would tear the heal. (The reason of the
+    step may be the end of the quorum, which its peer leaves.)"""
     big = [torch.full((600_000,), float(i)) for i in range(2)]
     with lighthouse() as server:
         a, b = pair(server, min_replica_size=2)
@@ -193,17 +195,15 @@ def test_a_state_that_changes_while_it_is_served_is_not_committed():
             replica.manager.allreduce(torch.ones(8)).wait()
             if index == 0:
                 big[0].add_(1.0)  # too early
-            first = replica.manager.should_commit()
-            reason = replica.manager.last_outcome().reason
+            committed = replica.manager.should_commit()
             if index == 0:
                 big[0].sub_(1.0)
             replica.run_to(1)
             replica.close()
-            return first, reason
+            return committed
 
-        (first, reason), (second, _) = both(a, b, script)
-        assert (first, second) == (False, False)
-        assert "changed before should_commit" in reason
+        assert both(a, b, script) == [False, False]
+        assert CHANGED_WHILE_SERVED in caplog.text
         assert torch.equal(big[0], big[1])
 
 
