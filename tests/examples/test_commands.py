@@ -52,6 +52,14 @@ def test_two_replica_groups_end_equal(
     assert [end["step"] for end in ends] == [steps, steps]
 
 
+def test_sharded_groups_end_equal(tmp_path: Path) -> None:
+    more = ("--max-steps", "20")
+    said = run("examples/train_lightning_fsdp.py", tmp_path, *more, framework="lightning")
+    ends = re.findall(r"group (\d): 20 steps, loss \d\.\d+, weights (\w+)", said)
+    assert sorted(group for group, _ in ends) == ["0", "0", "1", "1"]
+    assert len({weights for _, weights in ends}) == 1
+
+
 def test_cli_project(tmp_path: Path) -> None:
     said = run("examples/cli/train.py", tmp_path, framework="lightning")
     assert len(re.findall(r"step 48, val_accuracy 0\.\d+", said)) == 1

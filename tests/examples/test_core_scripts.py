@@ -134,11 +134,12 @@ def test_a_hot_spare_takes_over_from_one_that_is_killed(job: Job) -> None:
 
 
 @pytest.mark.process
-def test_a_rank_of_shards_is_killed_and_its_group_heals() -> None:
+@pytest.mark.parametrize("more", ["--steps 60", "--steps 20 --tensor 2"])
+def test_a_rank_of_shards_is_killed_and_its_group_heals(more: str) -> None:
     """The demonstration itself: it starts, kills and compares."""
     done = workers.run(
         "torch",
-        ["examples/train_hsdp.py", "--steps", "60", "--kill-at", "10", "--pace-s", "0"],
+        ["examples/train_hsdp.py", "--kill-at", "10", "--pace-s", "0", *more.split()],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
