@@ -12,6 +12,7 @@ from tests.soak.__main__ import problems
 from tests.soak.checks import Checker, Gap
 from tests.soak.run import Soak
 from tests.soak.schedule import DILOCO, MODES, RANKS, SYNC, WEIGHTS, Shape, schedule
+from tests.soak.stops import SCRIPTS
 from tests.soak.stops import soak as soak_of_stops
 
 
@@ -128,6 +129,7 @@ def test_a_short_run_holds() -> None:
 
 
 @pytest.mark.process
-def test_groups_of_a_fabric_loop_that_are_stopped_agree(tmp_path: Path) -> None:
-    made = soak_of_stops(tmp_path, groups=2, seconds=8.0, steps=100, seed=1)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_groups_of_a_script_that_are_stopped_agree(script: str, tmp_path: Path) -> None:
+    made = soak_of_stops(tmp_path, script, groups=2, seconds=8.0, steps=100, seed=1)
     assert 2 in made.values()
