@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -154,6 +155,7 @@ def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Train
         val_check_interval=options["validates_each"],
         reload_dataloaders_every_n_epochs=int(options["grows"]),
         default_root_dir=options["log"],
+        logger=CSVLogger(options["log"]),  # Lightning's own choice depends on what is installed
         enable_checkpointing=options["checkpoints"],
         log_every_n_steps=1 if options["logs"] else 50,
     )
