@@ -54,7 +54,7 @@ class Training:
         self.fabric = Fabric(
             accelerator="cpu",
             devices=1 if self.ours else GROUPS * RANKS,
-            strategy="ft_fsdp" if case == "string" and self.ours else self.strategy(),
+            strategy="ft_fsdp" if case in ("string", "one") and self.ours else self.strategy(),
         )
         self.fabric.launch()
         self.fabric.seed_everything(5, verbose=False)
@@ -151,19 +151,21 @@ class Training:
 
 def train(case: str, options: dict[str, Any], files: Log) -> Training:
     training = Training(case, options, files)
-    if case not in ("folder", "full"):
+    if case not in ("folder", "full", "one"):
         training.train(1)
         return training
     training.train(1)
     saved = files.folder / case / "saved"
     saved.parent.mkdir(exist_ok=True)
     training.fabric.save(saved, training.state)
-    assert saved.is_dir() == (case == "folder")
+    assert saved.is_dir() == (case != "full")
     assert {path.name for path in saved.parent.iterdir()} == {"saved"}
     dist.barrier()
     if training.ours:
         training.fabric.strategy.leave()
     again = Training(case, options, files)
+    if case == "one":
+        again.validate()
     again.fabric.load(saved, again.state)
     again.step = training.step
     if not again.ours:

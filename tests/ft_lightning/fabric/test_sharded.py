@@ -53,6 +53,19 @@ def test_numbers_are_those_of_the_stock_strategy(
     assert run.events(0, "discard") >= 2
 
 
+def test_a_model_that_is_sharded_as_one_is_saved_and_loaded_after_a_validation(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """FSDP keeps its outermost module whole after a forward without a backward: no parameter is sharded then,
+    and stock finds no model in the state."""
+    with sharded(tmp_path, coordinator.address(), cases=["one"]) as run:
+        run.wait(*run.start_ranks(0, size=2, groups=1))
+    for rank in (0, 1):
+        steps = [line["step"] for line in run.lines(rank)]
+        assert steps == list(range(1, len(steps) + 1))
+        assert json.loads((tmp_path / f"{rank}.one").read_text())["step"] == len(steps)
+
+
 def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
