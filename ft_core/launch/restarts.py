@@ -7,6 +7,7 @@
 | all have ended with the same error, or crashed by the same signal, at the same step | an error of the script: the job ends, whatever the order of exits. If other machines train too, or all were killed from outside (SIGKILL, SIGTERM ...): the second time in a row |
 | an error, and no other group is alive that has not failed itself | an error of the script, too |
 | the same two, and the keeper holds a state | it may have been the machine (a driver's reset, no memory): they go on from that state. Once for each state: it must be newer than at the group's last error. The same end at the same step the second time in a row is an error of the script |
+| the last two lives of all have ended with the same error, and the job is no step further | an error of the script, too: what only the leader runs (a save) fails in one group after the other |
 | no lighthouse answers any of them (exit code 69) | the job ends with that code |
 | `max_restarts` deaths of a group within an hour | it is given up; None: no limit |
 | ten deaths of a group in a row without one committed step of the job in between | it is given up |
@@ -162,6 +163,8 @@ class RestartPolicy:
                 where = f" at step {death.step}" if death.step >= 0 else ""
                 again = " again" if rounds > 1 else ""
                 return f"so have all{where}{again}: an error of the script"
+        if self._came_no_further(histories, death) and not any(lives):
+            return "so have all, twice and no step further: an error of the script"
         others = [h for i, h in enumerate(histories) if i != index]
         running = any(life is not None for life in lives)
         failed = all(h and h[-1].exit_code > 0 for h in others)
@@ -180,6 +183,16 @@ class RestartPolicy:
         """Whether a group's last `rounds` lives have ended as `death`."""
         last = history[-rounds:]
         return len(last) == rounds and all(each.manner == death.manner for each in last)
+
+    @staticmethod
+    def _came_no_further(histories: Sequence[History], death: Death) -> bool:
+        """Whether the last two lives of all groups have ended with this error, and the job is where it was. What
+        only the leader runs (a save) fails in one group after the other: each leads when the one before is gone."""
+        if death.exit_code <= 0 or death.exit_code in NOT_AT_FAULT:
+            return False
+        if any([d.exit_code for d in each[-2:]] != [death.exit_code] * 2 for each in histories):
+            return False
+        return max(each[-1].step for each in histories) <= max(each[-2].step for each in histories)
 
     def _in_vain(self, mine: History) -> bool:
         last = mine[-self.fruitless :]

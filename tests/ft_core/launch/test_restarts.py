@@ -233,6 +233,31 @@ def test_ends_at_other_steps_or_of_other_kinds_are_none_of_the_script() -> None:
     assert isinstance(job.dies(0, -6, step=7), Again)
 
 
+@pytest.mark.parametrize("leaders", [(0, 0), (0, 1)])
+def test_what_fails_in_one_leader_after_the_other_twice_is_an_error_of_the_script(
+    leaders: tuple[int, int],
+) -> None:
+    """A save to a full disk, at step 57. Each has committed that round alone when it leads, so their steps differ."""
+    job, verdicts = Job(2), []
+    for leader in leaders:
+        job.train(60, steps=57)
+        for step, index in ((57, leader), (58, 1 - leader)):
+            verdicts.append(job.dies(index, ERROR, step=step, trained_s=60))
+            job.returns(index)
+    assert all(isinstance(verdict, Again) for verdict in verdicts[:3])
+    assert verdicts[3] == EndJob("so have all, twice and no step further: an error of the script")
+
+
+@pytest.mark.parametrize(("code", "further"), [(ERROR, 1), (BROKEN_EXIT_CODE, 0), (KILLED, 0)])
+def test_what_comes_further_or_is_not_the_scripts_is_started_again(code: int, further: int) -> None:
+    job = Job(2)
+    for step in (57, 57 + further):
+        job.train(60, steps=57)
+        for index in (0, 1):
+            assert isinstance(job.dies(index, code, step=step + index, trained_s=60), Again)
+            job.returns(index)
+
+
 def test_all_that_are_killed_from_outside_are_started_again() -> None:
     job = Job(2)
     job.train(5, steps=5)
