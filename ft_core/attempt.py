@@ -184,6 +184,7 @@ class Attempts:
             self._state.offer(behind=before.stage is not Stage.MEMBER or before.healing)
         status = session.control.submit(events.Begin(heal_in_step=in_step))
         if status.entered:
+            session.refuse_to_go_back(status)
             self.step.part = self.part(status)
             if may_show and self._card is not None:
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
@@ -227,6 +228,7 @@ class Attempts:
                 reason = f"loading the healed state raised {type(error).__name__}: {error}"
                 self.rejoin(events.Rejoin(reason))
                 raise
+        session.refuse_to_go_back(status)
         # The loop may be in its step already, where the quorum has become another one.
         if self.tell_if_torn():
             self._state.serve(session)

@@ -245,8 +245,16 @@ class Slot:
     def others_are_past(self) -> bool:
         """Whether all others that have not died, of which there is one at least, have ended the training that
         this process is in. So none will come to train with it."""
-        others, number = self._others(), max(1, -self._get(self._at + _TRAINING_AT))
+        others, number = self._others(), self._number()
         return self.whole and bool(others) and all(self._is_past(at, number) for at in others)
+
+    def another_is_past(self) -> bool:
+        """Whether one of them has."""
+        return self.has_passed(self._number())
+
+    def _number(self) -> int:
+        """Of the training that this process is in."""
+        return max(1, -self._get(self._at + _TRAINING_AT))
 
     def _others(self) -> list[int]:
         return [at for at in self._not_dead() if at not in (self._at, self._keepers_at)]

@@ -40,7 +40,7 @@ from lighthouse.config import normalize_address
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
 from lighthouse.own_address import address_that_answers, advertised_host
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.messages import DECLARE_DEAD, OVER, JobKey, Join, Term
+from lighthouse.wire.messages import DECLARE_DEAD, NOT_HELD, OVER, JobKey, Join, Term
 
 log = logging.getLogger("ft_core")
 
@@ -198,8 +198,9 @@ class Session:
     def wait_for(self, condition: Condition, deadline: float | None) -> bool:
         """Wait until `condition` holds; raises LighthouseUnavailable if the lighthouse stays
         away for the connect timeout meanwhile, and TrainingOver as soon as the supervisor of the whole job
-        knows that all others have ended the training, where this rank is out of it."""
-        limit_s = self._options.timeouts.connect_timeout_s
+        knows that all others have ended the training, where this rank is out of it; after the connect timeout
+        also if one of them has, and those that are left can't train without it."""
+        limit_s, began = self._options.timeouts.connect_timeout_s, time.monotonic()
         looks_s = OUTSIDE_LOOK_S if slot().whole else limit_s
         while True:
             away, now = self.control.away_since, time.monotonic()
@@ -212,6 +213,8 @@ class Session:
                 return False
             if self.control.status.outside:
                 self._refuse_if_others_are_past()
+                if now >= began + limit_s:
+                    self._refuse_if_another_is_past()
             away = self.control.away_since
             if away is not None and now >= away + limit_s:
                 raise LighthouseUnavailable(
@@ -223,10 +226,23 @@ class Session:
         return self.control.vote(vote, deadline, self._refuse_if_others_are_past)
 
     def _refuse_if_others_are_past(self) -> None:
-        # With a commit of its own a group may go on alone, also after it was away.
-        follows = self._options.trains and not self._options.group_commit
-        if follows and slot().others_are_past():
+        if self._follows and slot().others_are_past():
             raise TrainingOver(f"{OVER} in all other processes")
+
+    def refuse_to_go_back(self, status: ReplicaStatus) -> None:
+        """A step begins: raises TrainingOver in a quorum that goes back behind the job's last step where the
+        supervisor of the whole job knows that a process has ended the training. It would have another end."""
+        if status.view is not None and NOT_HELD in status.view.reason:
+            self._refuse_if_another_is_past()
+
+    def _refuse_if_another_is_past(self) -> None:
+        if self._follows and slot().another_is_past():
+            raise TrainingOver(f"{OVER} in another process, at a later step")
+
+    @property
+    def _follows(self) -> bool:
+        # With a commit of its own a group may go on alone, also after it was away.
+        return self._options.trains and not self._options.group_commit
 
     def evicted(self) -> bool:
         """Whether this rank is `outside`: its peers may have a quorum without it. If this process was stopped

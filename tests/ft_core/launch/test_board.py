@@ -164,6 +164,7 @@ def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
         leader.training(1, over=True)
         assert mine.has_passed(1) and not mine.has_passed(2)
         assert not mine.others_are_past() and not leader.others_are_past(), "one trains on"
+        assert stopped.another_is_past()
         mine.await_leader(1)
         leader.training(2, over=False)
         assert mine.has_passed(1) and not mine.has_passed(2)
@@ -175,6 +176,7 @@ def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
         assert mine.others_are_past()
         mine.training(2, over=False)
         assert not mine.others_are_past(), "they have not ended that one"
+        assert not mine.another_is_past()
         made.finished(2)
         assert mine.others_are_past(), "its script has ended"
         made.died(2)

@@ -120,23 +120,29 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
     assert left > healed and mine[left]["kind"] == "commit"
 
 
-def test_one_that_was_stopped_while_its_peer_left_its_loop_does_not_train_on_alone(
-    tmp_path: Path,
+@pytest.mark.parametrize("others", [1, 2])
+def test_those_that_were_stopped_while_their_peer_left_its_loop_do_not_train_on(
+    others: int, tmp_path: Path
 ) -> None:
-    """The peer's script leaves its loop within an epoch, and ends: no data tells that it has finished."""
-    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "stop_at": 9, "holds": ["step:5"]}
-    with running(tmp_path, **options) as run:
-        main = run.start()
-        for index in (0, 1):
-            run.until_held(index, "step:5")
-        (stopped,) = run.lives(1)
-        os.kill(stopped, signal.SIGSTOP)
-        run.go("step:5")
+    """The peer's script leaves its loop within an epoch, and ends: no data tells that it has finished. Two that
+    are behind it could train, from the step at which the second one was stopped."""
+    at = [5, 7][:others]
+    options: dict[str, Any] = {"worker": WORKER, "devices": 1 + others, "stop_at": 9}
+    options |= {"strategy_options": {"timeout_s": 8.0, "keep_state_s": 0}}
+    with running(tmp_path, **options, holds=[f"step:{step}" for step in at]) as run:
+        main, stopped = run.start(), list[int]()
+        for index, step in enumerate(at, 1):
+            for one in (0, *range(index, 1 + others)):
+                run.until_held(one, f"step:{step}")
+            stopped += run.lives(index)
+            os.kill(stopped[-1], signal.SIGSTOP)
+            run.go(f"step:{step}")
         run.until(lambda: "replica group 0 has finished" in run.output(), "group 0 to finish")
-        os.kill(stopped, signal.SIGCONT)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
         run.wait(main)
-        said = "replica group 1: the training has finished in all other processes"
-        assert said in run.output()
+        for index in range(1, 1 + others):
+            assert f"replica group {index}: the training has finished in a" in run.output()
     assert [line["step"] for line in run.lines(0)] == list(range(1, 10))
-    assert run.lives(1) == [stopped]
-    assert len(run.lines(1)) == 5
+    assert [pid for index in range(1, 1 + others) for pid in run.lives(index)] == stopped
+    assert [len(run.lines(index)) for index in range(1, 1 + others)] == at
