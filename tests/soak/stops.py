@@ -51,8 +51,9 @@ def soak(
     for path in folder.glob("[0-9].*"):
         lines = [line.split() for line in path.read_text().splitlines()]
         made = [(int(step), digest) for step, digest in lines]
-        for (step, digest), (following, _) in zip(made, [*made[1:], (steps + 1, "")], strict=True):
-            if following == step + 1:  # else it has healed in that batch of its script's
+        following = [*(step for step, _ in made[1:]), steps + 1]
+        for (step, digest), after in zip(made, following, strict=False):
+            if after == step + 1:  # else it has healed in that batch of its script's
                 digests[step].append(digest)
     differing = [step for step, found in digests.items() if len(set(found)) > 1]
     assert not differing, f"steps {differing} differ between groups; {said.read_text()}"
