@@ -32,11 +32,11 @@ class Narrator:
 
     | line | of |
     |---|---|
-    | how many replica groups train, and at which lighthouse | the first member |
-    | a group is gone: it died, left, or was evicted | the first member; not of deaths that the supervisor of all groups tells |
+    | how many replica groups train, and at which lighthouse | the first member that does not heal |
+    | a group is gone: it died, left, or was evicted | the same; not of deaths that the supervisor of all groups tells |
     | a group is back; if its process did not die, why the others had gone on without it | that group |
-    | the job goes back, since no group that is here holds its newest step | the first member |
-    | a step is discarded again and again | the first member |
+    | the job goes back, since no group that is here holds its newest step | the first member that does not heal |
+    | a step is discarded again and again | the first member that does not heal |
 
     Args:
         speaker: the package that speaks.
@@ -104,8 +104,10 @@ class Narrator:
     def _in_quorum(self, quorum: Mapping[str, Any]) -> None:
         before, self._members = self._members, {name_of(m) for m in quorum["members"]}
         why, self._why = self._why, ""
-        self._first = quorum["replica_rank"] == 0
-        if not self._first or self._name in map(name_of, quorum["healing"]):
+        healing = {name_of(m) for m in quorum["healing"]}
+        trained = [rank for rank, m in enumerate(quorum["members"]) if name_of(m) not in healing]
+        self._first = trained[:1] == [quorum["replica_rank"]]
+        if not self._first:
             return
         count = f"{len(self._members)} of {self._groups} replica groups"
         if not before and self._start:

@@ -25,7 +25,7 @@ from tests.harness.script import digest
 
 def train(folder: Path, groups: int, steps: int) -> None:
     """Leaves its loop within an epoch, by the word of all."""
-    strategy: Any = FTDDPStrategy(timeout_s=1.0, keep_state_s=0)
+    strategy: Any = FTDDPStrategy(timeout_s=5.0, keep_state_s=0)
     fabric = Fabric(strategy=strategy, accelerator="cpu", devices=groups)
     fabric.launch()
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Replica groups of an ordinary script are stopped (SIGSTOP) at random, longer than their timeout, and go on.
+"""Replica groups of an ordinary script are stopped (SIGSTOP) at random, longer than their heartbeats' timeout, and go on.
 
     python -m tests.soak.stops --script fabric_loop --groups 3 --seconds 40 --seed 1
 
@@ -27,8 +27,9 @@ from tests.harness.waiting import PATIENCE_S, gone
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("fabric_loop", "accelerate_loop", "two_fits")
 LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--use_fault_tolerance"]
-LAUNCH += ["--fault_tolerance_timeout_s", "1", "--fault_tolerance_keep_state_s", "0"]
+LAUNCH += ["--fault_tolerance_timeout_s", "5", "--fault_tolerance_keep_state_s", "0"]
 LONGEST_S = 4.0
+"""Less than `timeout_s`, after which a process ends that the lighthouse has not answered; more than its heartbeats'."""
 EVERY_S = 1.0
 """A group is stopped about as often as that, while another runs."""
 

@@ -58,7 +58,7 @@ def train(folder: Path, groups: int, steps: int) -> None:
     model = Model()
     samples = TensorDataset(torch.randn(256, 32))
     for number in range(FITS):
-        strategy: Any = FTDDPStrategy(timeout_s=1.0, keep_state_s=0)
+        strategy: Any = FTDDPStrategy(timeout_s=5.0, keep_state_s=0)
         trainer = Trainer(
             strategy=strategy,
             accelerator="cpu",

@@ -68,6 +68,9 @@ def test_steps_that_are_lost_are_told(capsys: pytest.CaptureFixture[str]) -> Non
         lines = Told(capsys).quorum("0:b", "1:b", rank=rank, reason=reason)
         said = f"ft_lightning: the job goes back: {reason}"
         assert lines[1:] == [said] * (rank == 0)
+    # The first member has just been started again.
+    lines = Told(capsys).quorum("1:b", "0:b", rank=1, healing=("1:b",), reason=reason)
+    assert lines[1:] == [said]
 
 
 def test_deaths_that_a_supervisor_tells_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
