@@ -601,12 +601,14 @@ class Preparing:
         self._subject = subject
         self._owners = [owner for owner in owners if owner is not None]
         for owner in self._owners:
-            owner.prepare_data = self._alone(owner.prepare_data)
+            owner.prepare_data = self._alone(owner)
 
-    def _alone(self, prepare: Callable[[], Any]) -> Callable[[], None]:
+    def _alone(self, owner: Any) -> Callable[[], None]:
+        prepare = owner.prepare_data
+
         @functools.wraps(prepare)  # Lightning asks whether it is overridden
         def prepare_data() -> None:
-            self.release()
+            vars(owner).pop("prepare_data", None)  # it may pickle its owner
             lock = machine_lock("ft_lightning", self._subject)
             try:
                 prepare()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from ft_lightning.trainer.batches import Batches
+from ft_lightning.trainer.batches import Batches, Preparing
+from lighthouse.files import machine_file
 
 BATCHES = (7, 3)
 """Of the two loaders in an epoch."""
@@ -58,3 +64,46 @@ def test_several_loaders_go_on_where_a_peers_are(mode: str, done: int) -> None:
     if done < len(whole):
         batches.jump(SimpleNamespace(fit_loop=fit_loop))
         assert rest(fit_loop) == whole[done:]
+
+
+def _is_locked(subject: str) -> bool:
+    with machine_file("ft_lightning", subject, "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+class Prepared:
+    subject, locked = "", False
+
+    def prepare_data(self) -> None:
+        pickle.dumps(self)  # as for a pool of processes that downloads
+        self.locked = _is_locked(self.subject)
+
+
+class PreparedModule(Prepared, LightningModule):
+    pass
+
+
+class PreparedData(Prepared, LightningDataModule):
+    pass
+
+
+def test_module_and_datamodule_prepare_while_no_other_process_of_the_machine_does(
+    tmp_path: Path,
+) -> None:
+    subject = str(tmp_path)
+    owners = [PreparedData(), PreparedModule()]
+    plain = LightningModule()
+    preparing = Preparing(subject, *owners, plain, None)
+    assert not is_overridden("prepare_data", plain)
+    for owner in owners:
+        assert is_overridden("prepare_data", owner)
+        owner.subject = subject
+        owner.prepare_data()
+        assert owner.locked and not _is_locked(subject)
+    preparing.release()
+    assert all("prepare_data" not in vars(owner) for owner in (*owners, plain))
+    machine_file("ft_lightning", subject, "lock").unlink()
