@@ -195,14 +195,18 @@ def test_a_state_that_changes_while_it_is_served_is_not_committed(caplog):
             replica.manager.allreduce(torch.ones(8)).wait()
             if index == 0:
                 big[0].add_(1.0)  # too early
-            committed = replica.manager.should_commit()
+            first = replica.manager.should_commit()
+            reason = replica.manager.last_outcome().reason
             if index == 0:
                 big[0].sub_(1.0)
             replica.run_to(1)
             replica.close()
-            return committed
+            return first, reason
 
-        assert both(a, b, script) == [False, False]
+        (first, reason), (second, _) = both(a, b, script)
+        assert (first, second) == (False, False)
+        left = "fewer than min_replica_size=2 participants"
+        assert "changed before should_commit" in reason or left in reason
         assert CHANGED_WHILE_SERVED in caplog.text
         assert torch.equal(big[0], big[1])
 
