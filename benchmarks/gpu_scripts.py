@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -181,8 +182,9 @@ class Run:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(rng.uniform(SHORTEST_S, LONGEST_S))
         os.kill(pid, signal.SIGCONT)
-        if self.script.ranks > 1 and not gone_within(self.groups[group], 5.0):
-            return  # its group has not missed it
+        if self.script.ranks > 1:
+            with suppress(subprocess.TimeoutExpired):  # its group has not missed it
+                self.groups[group].wait(5.0)
         if self.groups[group].poll():
             self.groups[group] = self.start(group)
 
@@ -193,19 +195,11 @@ class Run:
         self.lighthouse.terminate()
 
 
-def gone_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
 def run(script: Script, options: Any, gpu: bool, folder: Path) -> dict[str, Any]:
     """Both groups of `script`, with its faults; the first kill is one of group 1."""
     rng = random.Random(f"{script.name} {options.seed}")
     faults = ["kill"] * options.kills + ["stop"] * options.stops
-    faults[1:] = rng.sample(faults[1:], len(faults) - 1)
+    faults[1:] = rng.sample(faults[1:], len(faults[1:]))
     job, found = Run(script, gpu, folder, options), []
     try:
         back = 0
