@@ -1,7 +1,7 @@
 """One process of `tests.soak.stops`: a raw Accelerate loop as people write it, with accumulation, a collective in
 each batch, and a validation that is divided.
 
-    accelerate launch ... tests/soak/accelerate_loop.py FOLDER GROUPS STEPS
+    accelerate launch ... tests/soak/accelerate_loop.py FOLDER GROUPS STEPS TIMEOUT_S
 
 Each update appends a line to `FOLDER/0.PID`: its number, and a digest of what was trained.
 """

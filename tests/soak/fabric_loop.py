@@ -1,6 +1,6 @@
 """One process of `tests.soak.stops`: a Fabric loop as people write it, with collectives in each batch.
 
-    python tests/soak/fabric_loop.py FOLDER GROUPS STEPS
+    python tests/soak/fabric_loop.py FOLDER GROUPS STEPS TIMEOUT_S
 
 Each step that counts appends a line to `FOLDER/GROUP.PID`: its number, and a digest of what was trained.
 """
@@ -23,9 +23,9 @@ from ft_lightning.fabric import FTDDPStrategy
 from tests.harness.script import digest
 
 
-def train(folder: Path, groups: int, steps: int) -> None:
+def train(folder: Path, groups: int, steps: int, timeout_s: float) -> None:
     """Leaves its loop within an epoch, by the word of all."""
-    strategy: Any = FTDDPStrategy(timeout_s=5.0, keep_state_s=0)
+    strategy: Any = FTDDPStrategy(timeout_s=timeout_s, keep_state_s=0)
     fabric = Fabric(strategy=strategy, accelerator="cpu", devices=groups)
     fabric.launch()
     torch.manual_seed(1)
@@ -59,4 +59,4 @@ def train(folder: Path, groups: int, steps: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

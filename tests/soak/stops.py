@@ -1,4 +1,4 @@
-"""Replica groups of an ordinary script are stopped (SIGSTOP) at random, longer than their heartbeats' timeout, and go on.
+"""Replica groups of an ordinary script are stopped (SIGSTOP) at random, longer than their timeout, and go on.
 
     python -m tests.soak.stops --script fabric_loop --groups 3 --seconds 40 --seed 1
 
@@ -27,22 +27,31 @@ from tests.harness.waiting import PATIENCE_S, gone
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("fabric_loop", "accelerate_loop", "two_fits")
 LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--use_fault_tolerance"]
-LAUNCH += ["--fault_tolerance_timeout_s", "5", "--fault_tolerance_keep_state_s", "0"]
+LAUNCH += ["--fault_tolerance_keep_state_s", "0"]
 LONGEST_S = 4.0
-"""Less than `timeout_s`, after which a process ends that the lighthouse has not answered; more than its heartbeats'."""
+TIMEOUT_S = 1.0
+"""A process that was stopped for longer may end, since no lighthouse has answered it. If it held the newest state alone, the
+job goes back, which is said, and steps differ: a longer timeout leaves that out."""
 EVERY_S = 1.0
 """A group is stopped about as often as that, while another runs."""
 
 
 def soak(
-    folder: Path, script: str, *, groups: int, seconds: float, steps: int, seed: int
+    folder: Path,
+    script: str,
+    *,
+    groups: int,
+    seconds: float,
+    steps: int,
+    seed: int,
+    timeout_s: float = TIMEOUT_S,
 ) -> dict[int, int]:
     """Run it to `steps`, with stops for `seconds`; how many groups have made each step.
 
     Raises AssertionError for what must not happen."""
     said = folder / "said"
     with said.open("wb") as out:
-        job = _start(script, folder, groups, steps, out)
+        job = _start(script, [str(folder), str(groups), str(steps), str(timeout_s)], out)
     try:
         _stop_some(folder, groups, time.monotonic() + seconds, random.Random(seed), job)
         assert job.wait(PATIENCE_S) == 0, said.read_text()
@@ -62,14 +71,16 @@ def soak(
     return {step: len(found) for step, found in digests.items()}
 
 
-def _start(script: str, folder: Path, groups: int, steps: int, out: IO[bytes]) -> workers.Worker:
-    command = [str(Path(__file__).with_name(f"{script}.py")), str(folder), str(groups), str(steps)]
+def _start(script: str, arguments: list[str], out: IO[bytes]) -> workers.Worker:
+    folder, groups, _, timeout_s = arguments
+    command = [str(Path(__file__).with_name(f"{script}.py")), *arguments]
     if script != "accelerate_loop":
         env = {name: value for name, value in os.environ.items() if not name.startswith(NOT_OURS)}
         env["PYTHONPATH"] = str(ROOT)
         return workers.start("lightning", command, env=env, stdout=out, stderr=out)
-    launch = [*LAUNCH, "--num_processes", str(groups), *command]
-    return workers.start("accelerate", launch, env=installed(folder), stdout=out, stderr=out)
+    flags = ["--fault_tolerance_timeout_s", timeout_s, "--num_processes", groups]
+    launch, env = [*LAUNCH, *flags, *command], installed(Path(folder))
+    return workers.start("accelerate", launch, env=env, stdout=out, stderr=out)
 
 
 def _stop_some(
@@ -105,6 +116,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0, help="of stops")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         made = soak(Path(folder), **vars(chosen))

@@ -1,6 +1,6 @@
 """One process of `tests.soak.stops`: a script with two Trainers, at Lightning's default settings but for the bar.
 
-    python tests/soak/two_fits.py FOLDER GROUPS STEPS
+    python tests/soak/two_fits.py FOLDER GROUPS STEPS TIMEOUT_S
 
 Each step appends a line to `FOLDER/GROUP.PID`: its number in both fits, and a digest of what was trained.
 """
@@ -53,12 +53,12 @@ class Steps(Callback):
         time.sleep(0.02)  # leaves the cores to others
 
 
-def train(folder: Path, groups: int, steps: int) -> None:
+def train(folder: Path, groups: int, steps: int, timeout_s: float) -> None:
     seed_everything(1, verbose=False)
     model = Model()
     samples = TensorDataset(torch.randn(256, 32))
     for number in range(FITS):
-        strategy: Any = FTDDPStrategy(timeout_s=5.0, keep_state_s=0)
+        strategy: Any = FTDDPStrategy(timeout_s=timeout_s, keep_state_s=0)
         trainer = Trainer(
             strategy=strategy,
             accelerator="cpu",
@@ -74,4 +74,4 @@ def train(folder: Path, groups: int, steps: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
