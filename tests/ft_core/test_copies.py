@@ -47,7 +47,7 @@ def four(**kw: Any) -> Iterator[list[Replica]]:
 
 
 def test_means_counts_and_numbers_span_all_ranks() -> None:
-    with four() as members:
+    with four(min_replica_size=2) as members:
 
         def script(index: int) -> Any:
             manager = members[index].manager
@@ -76,7 +76,7 @@ def test_means_counts_and_numbers_span_all_ranks() -> None:
 
 def test_an_error_in_one_rank_discards_for_all_and_the_next_step_commits() -> None:
     """One that had not begun the step may not see it discarded: what is sent depends on the step."""
-    with four() as members:
+    with four(min_replica_size=2) as members:
 
         def script(index: int) -> list[tuple[int, bool]]:
             member, history = members[index], []
