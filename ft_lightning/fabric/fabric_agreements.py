@@ -7,7 +7,8 @@ In a training under way (in a step, after it, in a validation, at an epoch's end
 agreement: a step of the manager's without an update, repeated until it is committed, so that all
 members have the result or none has. A call within a step (between a batch's fetch and its backward)
 uses the attempt that is open. Members run the same script, so they come to the same calls in the
-same order; an agreement says which call it is, and raises in all members if they differ.
+same order. Before data move, members say which call it is (gradients, once after each change of the quorum). If
+they differ, those raise that have come back since the others began; if none has, all raise.
 
 A replica group that comes back in a validation waits for the next batch, outside of the quorum. If it
 is in it already, or its peers need it, it adds nothing to an agreement and goes on waiting. A group without which the others went on has its own value from there to its next batch,
@@ -53,6 +54,9 @@ _PATIENCE = 4
 Call = tuple[str, str, list[int], str]
 """What is called: its name, dtype, shape, and how it reduces. Plain values: it travels."""
 
+NAMES = ("backward", "all_reduce", "all_gather", "barrier", "save")
+BACKWARD: Call = ("backward", "", [], "")
+
 
 class FabricAgreementsMixin(StrategyBase, _Base):
     """The part of the strategy that answers questions about ranks, and reduces."""
@@ -69,6 +73,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     _warned = False
     _votes = 0
     """Committed since the batch began."""
+    _together = 0
+    """Committed since this process began, or came back."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -187,7 +193,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         self._round_of = (name, str(tensor.dtype).partition(".")[2], list(tensor.shape), op)
         call = self._round_of
         if self._open and self._options.commit == "group":
-            return self._agreed(name, self._exchange(call, tensor))  # with the step's own vote
+            return self._agreed(self._exchange(call, tensor))  # with the step's own vote
         self._lost = not self._open and manager.is_healing()  # evicted, and let in again
         if self._lost:
             return None
@@ -204,7 +210,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             self._open, self._lost = False, True
             manager.rejoin("fell behind between steps")
             return None
-        return self._agreed(name, agreed.result)
+        return self._agreed(agreed.result)
 
     def _begin_round(self) -> None:
         """Within a step its attempt is the first. A group that joins before the vote is told."""
@@ -228,6 +234,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         admits = self._in_pass() and self._may_heal_next()
         committed = manager.should_commit(patience, no_update=True, admits=admits)
         self._votes += committed
+        self._together += committed
         self._where, self._open = None, False
         if committed:
             self._follow_quorum()
@@ -235,30 +242,48 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             put_back()  # the discard has undone the forward's statistics
         return committed
 
-    def _exchange(self, call: Call, tensor: Tensor) -> Tensor | None:
-        """The collectives of a round; None: members have called different things."""
+    def _exchange(self, call: Call, tensor: Tensor) -> Tensor:
+        """The collectives of a round. Raises as `_all_call`."""
         manager = self._manager
         assert manager is not None
         name, _, _, op = call
-        header = [_number(repr(call)), self._window.place.agreements]
-        said = exchange_headers(manager.step, header)
-        if said is None:
-            return None  # the round has failed, and is repeated
-        if any(other != said[0] for other in said):
-            return None
-        if name == "barrier":
+        if not self._all_call(call) or name == "barrier":
             return tensor
         if name == "all_gather":
             return gather_in_step(manager, tensor)
         return reduce_in_step(manager, tensor.clone(), op)
 
-    def _agreed(self, name: str, result: Tensor | None) -> Tensor:
-        if result is None:
-            raise RuntimeError(
-                f"fabric.{name} was called outside of a step, and other replica groups called "
-                "something else, or with a tensor of another shape or type: call the same "
-                "collectives in the same order in all of them"
-            )
+    def _all_call(self, call: Call) -> bool:
+        """Whether all members have called this; False: the attempt has failed, and is repeated.
+
+        Members whose collectives do not match wait for each other, and try again for ever. If they
+        have called different things, those raise RuntimeError, and leave the quorum, that have taken part in fewer
+        commits than others; all do if those with most differ among themselves.
+        """
+        manager = self._manager
+        assert manager is not None
+        mine = [NAMES.index(call[0]), _number(repr(call)), self._window.place.agreements]
+        said = exchange_headers(manager.step, [*mine, self._together])
+        if said is None:
+            return False
+        most = max((together for *_, together in said), default=0)
+        right = {tuple(called) for *called, together in said if together == most}
+        if all(tuple(called) in right for *called, _ in said) and len(right) == 1:
+            return True
+        if manager.participating_rank() is None or right == {tuple(mine)}:
+            manager.report_error(RuntimeError("another replica group has called something else"))
+            return False
+        others = {NAMES[called[0]] for *called, _ in said if called != mine}
+        self._open = False
+        manager.rejoin("called something other than its peers")
+        raise RuntimeError(
+            f"this replica group called fabric.{call[0]}, and other replica groups called something else "
+            f"(fabric.{', fabric.'.join(sorted(others))}), or with a tensor of another shape or type: call "
+            "the same collectives in the same order in all of them, and decide about them by what heals "
+            "(strategy.epochs, strategy.batch_idx, what was given to strategy.register)"
+        )
+
+    def _agreed(self, result: Tensor) -> Tensor:
         if self._in_pass():
             self._window.results.append(result.clone())
         return result

@@ -30,7 +30,7 @@ from ft_core.errors import GroupLeft
 from ft_core.launch.ending import Sigterm
 from ft_core.replica.status import Participation
 from ft_core.step import updating
-from ft_lightning.fabric.fabric_agreements import FabricAgreementsMixin
+from ft_lightning.fabric.fabric_agreements import BACKWARD, FabricAgreementsMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window
 from ft_lightning.shared.step_collectives import forget_unscaling
 
@@ -44,6 +44,8 @@ class FabricStepMixin(FabricAgreementsMixin):
     """Whether the last optimizer step was committed; None before the first one's end. Any thread."""
     _part: Participation | None = None
     """In the quorum that this process has seen last."""
+    _compared_in: int | None = None
+    """The quorum under which a gradient step was committed: its members call the same."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the stock `backward`, which `fabric.backward` calls, so that a further step begins
@@ -270,6 +272,7 @@ class FabricStepMixin(FabricAgreementsMixin):
                 "this replica group has healed to another place within loss.backward(), which "
                 "ends its graph: call fabric.backward(loss) in place of loss.backward()"
             )
+        self._compare_calls()
         return True
 
     def _open_in_batch(self) -> bool:
@@ -290,8 +293,11 @@ class FabricStepMixin(FabricAgreementsMixin):
             manager.leave_after_step()
         committed = manager.should_commit(admits=self._may_heal_next())
         self._votes += committed
+        self._together += committed
         self._open = False
         if committed:
+            part = manager.step.part
+            self._compared_in = None if part is None else part.quorum_id
             self._follow_quorum()  # it may have changed while the step had reduced nothing yet
         if committed and self._healed:
             # It was evicted while it computed: its loop is not at its peers' place.
@@ -303,9 +309,20 @@ class FabricStepMixin(FabricAgreementsMixin):
         """The step was discarded: open the next attempt; False: the kept gradients are void."""
         assert self._manager is not None
         if not self._manager.left() and self._open_in_batch():
+            self._compare_calls()
             return True
         self._break_off()
         return False
+
+    def _compare_calls(self) -> None:
+        """Before the first gradients under a quorum: are all in a backward pass? Its members have seen then
+        that they call the same. Where they stop doing so, a step fails, and another quorum follows."""
+        manager = self._manager
+        assert manager is not None
+        if not self._votes_each_step or self._options.commit != "quorum" or not manager.bind():
+            return
+        if manager.step.part is not None and manager.step.part.quorum_id != self._compared_in:
+            self._all_call(BACKWARD)
 
     def _gradients_refused(self) -> None:
         self._window.refused()

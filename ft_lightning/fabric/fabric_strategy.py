@@ -478,7 +478,7 @@ class FTFabricMixin(FabricSavesMixin):
 
     def _take(self, state: dict[str, Any]) -> None:
         """Load `state`: this loop can go on at its place."""
-        self._healed = True
+        self._healed, self._together = True, 0
         self._window.place = WindowPlace(*state["window"])
         self._window.results = list(state["results"])
         for name in ("models", "optimizers", "schedulers"):

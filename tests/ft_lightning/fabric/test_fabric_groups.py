@@ -170,6 +170,53 @@ def test_different_calls_raise_in_all(two: Groups) -> None:
         assert "other replica groups called something else" in str(error)
 
 
+def test_a_backward_pass_in_place_of_another_call_raises_in_all(two: Groups) -> None:
+    """A member waits for gradients, and the other one for what it has called: neither comes."""
+    two.options["timeout_s"] = 2
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
+        for number, (batch,) in enumerate(loader):
+            if number == 2 and index == 1:
+                gathered(fabric, index)
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for error in two.run(body):
+        assert isinstance(error, RuntimeError)
+        assert "called something else" in str(error)
+
+
+def test_one_that_came_back_and_calls_something_else_raises_alone(
+    two: Groups, server: LighthouseServer
+) -> None:
+    two.options["timeout_s"] = 2
+    alone = threading.Event()
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(24, 1)), 1))
+        for number, (batch,) in enumerate(loader):
+            if index == 1 and alone.is_set() and number == 1:
+                gathered(fabric, index)
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if index == 1 and fabric.strategy.current_step == 2:
+                return "left"
+            if index == 0 and fabric.strategy.current_step == 4:
+                alone.set()
+                two.wait_for_joiner(server, "1")
+        return fabric.strategy.current_step
+
+    first, second = two.join_again(alone, body)
+    assert first == 12
+    assert isinstance(second, RuntimeError)
+    assert "called something else (fabric.backward)" in str(second)
+
+
 def test_taking_turns_needs_data_that_fabric_knows(two: Groups) -> None:
     def body(fabric: Any, index: int) -> Any:
         pairs = [linear(fabric) for _ in range(2)]
