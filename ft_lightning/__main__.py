@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 
-from ft_lightning.shared import launcher
+from ft_lightning.shared import launcher, registration
 
 USAGE = "usage: python -m ft_lightning (script.py | -m module) [arguments]"
 
@@ -28,7 +28,8 @@ def main() -> None:
         print(f"{__doc__}\n{USAGE}" if asked else USAGE, file=sys.stdout if asked else sys.stderr)
         raise SystemExit(0 if asked else 2)
     launcher.through_main = True
-    sys.argv = words
+    sys.argv = ["-m", *words[1:]] if is_module else words
+    registration.note_start()
     if is_module:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         return

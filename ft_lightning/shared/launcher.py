@@ -22,6 +22,7 @@ from ft_core.launch.ending import end_with_a_line
 from ft_core.launch.rank_group import group_command
 from ft_core.launch.supervisor import die_with, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
+from ft_lightning.shared import registration
 from ft_lightning.shared.launch_env import child_environment, renew_rank
 from ft_lightning.shared.topology import Scope
 
@@ -70,6 +71,9 @@ class SupervisorLauncher:
         elsewhere = scope.num_groups - scope.supervised
         job_id = scope.job_id if elsewhere else new_job_id()
         script = script_command(scope.supervised * scope.group_size)
+        keep_state_dir = self._keep_state_dir and os.path.abspath(self._keep_state_dir)
+        if registration.started_in:
+            os.chdir(registration.started_in)  # the script may have gone elsewhere, and will again
         command = group_command(script, scope.group_size)
         server = None
         address = self._job.lighthouse
@@ -102,7 +106,7 @@ class SupervisorLauncher:
                 on_given_up=tell_lighthouse(address, job_id),
                 warm=warm_starts(self._warm_start, renew=[f"{renew_rank.__module__}:renew_rank"]),
                 keep_state_s=self._keep_state_s,
-                keep_state_dir=self._keep_state_dir,
+                keep_state_dir=keep_state_dir,
             )
         finally:
             if ends:
@@ -138,12 +142,16 @@ class SupervisorLauncher:
 
 
 def script_command(processes: int) -> list[str]:
-    """The command that runs this script again. Raises RuntimeError if there is no script."""
+    """The command that runs this script again, with its arguments, in the folder in which it was started.
+    Raises RuntimeError if there is no script."""
     import __main__
 
-    arguments = [*sys.argv[1:], *_of_hydra()]  # first: it goes to where `argv` leads to the script
+    given, now = registration.started_with, sys.argv or [""]
+    if given[:1] not in ([now[0]], ["-m"]):
+        given = now  # what runs the script has given it arguments since
+    arguments = [*given[1:], *_of_hydra()]
     spec = getattr(__main__, "__spec__", None)
-    path = os.path.abspath(sys.argv[0]) if sys.argv else ""
+    path = now[0] and os.path.abspath(os.path.join(registration.started_in, now[0]))
     program = spec.name.partition(".")[0] if spec is not None else os.path.basename(path)
     test_runner = program in ("pytest", "py.test", "unittest")
     runnable = hasattr(__main__, "__file__") and (spec is not None or os.path.isfile(path))
@@ -163,8 +171,7 @@ def script_command(processes: int) -> list[str]:
 
 
 def _of_hydra() -> list[str]:
-    """In a Hydra application: further arguments, so that all processes have this one's run directory;
-    and the directory in which it was started is the current one again.
+    """In a Hydra application: further arguments, so that all processes have this one's run directory.
 
     Raises RuntimeError for a sweep: this process would end with its first job.
     """
@@ -178,7 +185,6 @@ def _of_hydra() -> list[str]:
             "process with the first of them: start a command for each job (as by a loop of your "
             "shell, or Hydra's launchers for joblib, submitit or ray), or use devices=1"
         )
-    os.chdir(config.runtime.cwd)
     return [f'hydra.run.dir="{config.runtime.output_dir}"', "hydra.output_subdir=null"]
 
 

@@ -8,8 +8,10 @@ Trainer or a Fabric asks for it. Nothing here imports Lightning.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -48,6 +50,23 @@ COMMAND_LINES = {
     "pytorch_lightning.cli": "ft_lightning.pl",
 }
 """LightningCLI finds classes by their short names only if they are imported."""
+
+
+started_with: list[str] = []
+started_in = ""
+"""Arguments and folder with which this process runs its script, which may change both. Others run the script
+from its first line."""
+
+
+def note_start() -> None:
+    """Remember them. For a process that was forked from one that has imported this: when it has its own."""
+    global started_in
+    started_with[:] = sys.argv
+    with contextlib.suppress(FileNotFoundError):
+        started_in = os.getcwd()
+
+
+note_start()
 
 
 def install() -> None:

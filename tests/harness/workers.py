@@ -355,17 +355,19 @@ def become(request: Mapping[str, Any]) -> None:
     name = rest[0].rpartition(".")[2] if first == "-m" else Path(first).stem
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)  # its command line is the server's
     if first == "-m":
-        sys.argv[:] = rest
-        sys.path[0] = request["cwd"]
+        sys.argv[:], sys.path[0] = ["-m", *rest[1:]], request["cwd"]
+    elif first == "-c":
+        sys.argv[:], sys.path[0] = ["-c", *rest[1:]], ""
+    else:
+        sys.argv[:], sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
+    if "ft_lightning" in sys.modules:
+        sys.modules["ft_lightning.shared.registration"].note_start()
+    if first == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
-        sys.argv[:] = ["-c", *rest[1:]]
-        sys.path[0] = ""
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), vars(main))
     else:
-        sys.argv[:] = [first, *rest]
-        sys.path[0] = str(Path(first).resolve().parent)
         runpy.run_path(first, run_name="__main__")
 
 

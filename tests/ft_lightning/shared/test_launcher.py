@@ -327,6 +327,34 @@ Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(Borin
     assert "put the training into a script" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "how", [["again.py"], ["-m", "again"], ["-m", "ft_lightning", "-m", "again"]], ids=" ".join
+)
+def test_the_script_is_run_again_as_it_was_started(tmp_path: Path, how: list[str]) -> None:
+    """It has consumed its arguments and changed its folder, and does so again in each process."""
+    script = """
+import os, sys
+import ft_lightning
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+given, folder = sys.argv[1:], os.getcwd()
+sys.argv = sys.argv[:1]
+os.chdir("elsewhere")
+if "REPLICA_GROUP_ID" in os.environ:
+    print(given, folder)
+    sys.exit()
+Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
+"""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "again.py").write_text(script)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
+    env["PYTHONPATH"] = str(ROOT)
+    done = workers.run("lightning", [*how, "--lr", "1 2"], env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"['--lr', '1 2'] {tmp_path}"] * 2
+
+
 def test_a_restart_loop_ends_when_the_training_is_over(tmp_path: Path) -> None:
     """One line without a stack, and an exit code of its own, as in the loops of docs/lightning.md."""
     script = tmp_path / "script.py"
