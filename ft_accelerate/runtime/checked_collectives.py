@@ -9,10 +9,15 @@ Gradients go without a header once a gradient step was committed under the same 
 members know. A process whose script is elsewhere then waits at its header, which Gloo keeps apart
 from the others' gradients. When its patience ends, its attempt fails. A new quorum follows, in which
 all processes begin with headers.
+
+Gradients of unlike batches match, too: a script that leaves out a batch in one process alone is one
+ahead from there on. So the header of gradients has the batch, and one event in `TOGETHER_EVENTS` has a
+header again. All are at the same event, so none waits there for one that is not.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ft_accelerate.runtime.script_position import UNKNOWN
 from ft_core.collectives.agreement import exchange_headers
 from ft_core.manager import Manager
 
@@ -51,6 +57,10 @@ NAMES = {
     Kind.PARAMETERS: "an average of parameters",
 }
 JUST_BACK_EVENTS = 1
+PATIENCE = 0.25
+"""Of the timeout: how long a header waits for processes that may be at a gradient step without one."""
+TOGETHER_EVENTS = 64
+"""Of so many gradient steps in a row one has a header."""
 
 
 class Header(NamedTuple):
@@ -58,9 +68,25 @@ class Header(NamedTuple):
 
     kind: int
     event: int
+    batch: int
+    """Its number in its pass over the data; `UNKNOWN` for operations."""
     nbytes: int
     shape: int
     """A hash."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """At which all must be."""
+        return self[:3]
+
+    def is_at(self, other: Header) -> bool:
+        """Whether this is `other`'s place, as far as it is known."""
+        batches = {self.batch, other.batch} - {UNKNOWN}
+        return self[:2] == other[:2] and len(batches) < 2
+
+    def in_words(self) -> str:
+        batch = "" if self.batch == UNKNOWN else f"batch {self.batch + 1:,} of a pass, "
+        return f"{NAMES[Kind(self.kind)]} ({batch}event {self.event} of its script)"
 
 
 class Diverged(RuntimeError):
@@ -84,6 +110,7 @@ class CheckedCollectives:
             reach those of this number in all groups only (`ranks_hold="shards"`). Each method then
             reaches the others in a second collective, of torch's default process group; so once headers
             are there, all processes of a group call the same, whatever has failed meanwhile.
+        batch: see `Header`.
     """
 
     manager: Manager
@@ -97,6 +124,7 @@ class CheckedCollectives:
     whole: bool = True
     on_headers: Callable[[dict[int, bool]], None] | None = None
     in_group: Callable[[Any], list[Any]] | None = None
+    batch: int = UNKNOWN
 
     def check(self, nbytes: int = 0, shape: Sequence[int] = ()) -> dict[int, Header] | None:
         """Exchange headers; the first collective of an attempt.
@@ -104,7 +132,9 @@ class CheckedCollectives:
         Returns the headers of the processes that contribute, by their index and in its order; None if
         the attempt has failed. Raises Diverged if it is this process that has diverged.
         """
-        mine = Header(self.kind.value, self.event, nbytes, hash(tuple(shape)) % (1 << 31))
+        batch = self.batch if self.kind is Kind.GRADIENTS else UNKNOWN
+        shape_hash = hash(tuple(shape)) % (1 << 31)
+        mine = Header(self.kind.value, self.event, batch, nbytes, shape_hash)
         known = exchange_headers(
             self.manager.step,
             [self.process_index, *mine, self.agreed, int(self.whole)],
@@ -117,16 +147,17 @@ class CheckedCollectives:
         if self.on_headers is not None:
             self.on_headers({index: bool(whole) for index, *_, whole in known})
         found = {index: (Header(*header), agreed) for index, *header, agreed, _ in known}
-        # The processes that have done most together are right; of those the first.
-        right, _ = found[max(found, key=lambda index: (found[index][1], -index))]
-        if right[:2] != mine[:2]:
+        # The processes that have done most together are right; of those the most, or the first.
+        at = Counter(header.place for header, _ in found.values())
+        right, _ = found[max(found, key=lambda i: (found[i][1], at[found[i][0].place], -i))]
+        if not mine.is_at(right):
             raise Diverged(
-                f"this replica group is at {NAMES[self.kind]} (event {self.event} of its script), "
-                f"the others are at {NAMES[Kind(right.kind)]} (event {right.event}): all must run "
-                "the same script with the same options, and register objects that decide about its "
-                "path with accelerator.register_for_checkpointing"
+                f"this replica group is at {mine.in_words()}, the others are at {right.in_words()}: all "
+                "must run the same script with the same options, leave out the same batches, and "
+                "register objects that decide about its path with "
+                "accelerator.register_for_checkpointing"
             )
-        if any(header[:2] != right[:2] for header, _ in found.values()):
+        if not all(header.is_at(right) for header, _ in found.values()):
             self.manager.report_error(RuntimeError("another replica group's script has diverged"))
             return None
         # A process that has just come back may bring a tensor that it made (padded, say) when it
@@ -172,13 +203,34 @@ def _merged(known: list[list[list[int]] | None]) -> list[list[int]] | None:
     return [header for group in groups for header in group]
 
 
+class GradientHeaders:
+    """Which gradient steps begin with a header. One process's; the thread of `_begin_gradients_again`."""
+
+    def __init__(self) -> None:
+        self._quorum: int | None = None  # in which all have had one
+
+    def due(self, quorum: int, event: int) -> bool:
+        """Whether all members have one at this event."""
+        return quorum != self._quorum or event % TOGETHER_EVENTS == 0
+
+    def patience_s(self, kind: Kind, quorum: int, timeout_s: float) -> float | None:
+        """How long a header waits for members; see `CheckedCollectives`. Those at gradients without one don't
+        come to an operation's."""
+        waits = kind is Kind.GRADIENTS or quorum != self._quorum
+        return None if waits else PATIENCE * timeout_s
+
+    def committed(self, quorum: int, *, kept_apart: bool) -> None:
+        """A gradient step is. `kept_apart`: headers are, from gradients of other steps."""
+        self._quorum = quorum if kept_apart else None
+
+
 Attempt = Callable[[CheckedCollectives], Any]
 """Does an operation once. What it returns counts if the attempt is committed."""
 
 
 def check_alike(headers: Mapping[int, Header], what: str) -> None:
     """Raise ValueError unless all processes bring the same shape."""
-    if len({header[2:] for header in headers.values()}) > 1:
+    if len({header[3:] for header in headers.values()}) > 1:
         raise ValueError(
             f"{what} needs a tensor of the same shape and type from every process: use "
             "accelerator.pad_across_processes before it"

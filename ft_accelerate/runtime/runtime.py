@@ -27,7 +27,13 @@ from torch.utils._pytree import tree_map_only
 
 from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime import peer_state as states
-from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
+from ft_accelerate.runtime.checked_collectives import (
+    Attempt,
+    CheckedCollectives,
+    Diverged,
+    GradientHeaders,
+    Kind,
+)
 from ft_accelerate.runtime.checkpoints import SavedPosition
 from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, OwnWrites, Saves, TrackerRuns
@@ -49,7 +55,7 @@ from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
 from ft_core.launch.ending import Sigterm
 from ft_core.launch.restarts import OVER_EXIT_CODE
-from ft_core.launch.supervisor import age_s, die_with, say
+from ft_core.launch.supervisor import age_s, die_with
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import TrainingOver
@@ -57,8 +63,6 @@ from lighthouse.errors import TrainingOver
 log = logging.getLogger("ft_accelerate")
 
 UNREACHABLE_PAUSE_S = 0.05
-PATIENCE = 0.25
-"""Of the timeout: how long a header waits for processes that may be at a gradient step without one."""
 EARLY_EXIT_CODE = 1
 
 
@@ -115,7 +119,7 @@ class Runtime:
         self._untaken, self._failed = False, ""
         self._at, self._starting = "fetch", 0  # the thread in which a quorum is being started
         self._healed: dict[str, Any] | None = None
-        self._headerless = NO_QUORUM  # the quorum in which gradients go without a header
+        self._headers = GradientHeaders()
         self._sigterm = Sigterm(self._is_waiting)
         log_to = place.event_log
         self._sink = JsonlSink(Path(log_to), name=str(ranks.number)) if log_to else None
@@ -236,6 +240,7 @@ class Runtime:
                 break  # nor have the peers begun anything here, so this is not where they are
             if position.leaves not in (None, iteration.seq):
                 break  # an evaluation within an epoch, in which a window could not be entered
+            position.asked(iteration)
             self._go_live_if_there()
             if not self.live:
                 break
@@ -266,7 +271,9 @@ class Runtime:
         if self.position.settle():
             assert target is not None
             if self.position.missed > missed and (place := self.position.in_words()):
-                self._tell(f"is back at {place}, after {time.monotonic() - self._there_at:.1f} s")
+                self.group_ranks.tell(
+                    f"is back at {place}, after {time.monotonic() - self._there_at:.1f} s"
+                )
             self._restore(models=target.at == "fetch", arrived=True)
             self._healed = None
             self._catch_up.live()
@@ -274,11 +281,6 @@ class Runtime:
                 arrived()
             states.reseed(torch.initial_seed(), self.group_ranks.number, target.events)
             log.info("live at event %s of the script", target.events)
-
-    def _tell(self, text: str) -> None:
-        """A line for the person who watches."""
-        if self.group_ranks.place.group_rank == 0:
-            say("ft_accelerate", f"replica group {self.options.replica_group_id} {text}")
 
     def step_left_out(self) -> None:
         """An optimizer would have stepped in a past that the script runs through."""
@@ -294,7 +296,7 @@ class Runtime:
             self.leave_for_now(reason, discard_state=False)
             self._catch_up.left()
         if text := self._catch_up.news(now):
-            self._tell(text)
+            self.group_ranks.tell(text)
 
     def _restore(self, *, models: bool, arrived: bool) -> None:
         thaw(self.prepared.registered)
@@ -321,29 +323,28 @@ class Runtime:
     def _begin_gradients_again(self) -> bool:
         """Open an attempt. False: this process has healed, and its peers have done this step.
 
-        All processes check that they are at this step; else the attempt fails. They do not check
-        again under a quorum that has committed a gradient step (`_gradients_committed`).
+        All processes check that they are at this step; else the attempt fails. Under a quorum that has
+        committed a gradient step they seldom check again (`_gradients_committed`).
         """
         self._begin("grad")
         self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
         self._manager.state.shares_rest = False
-        if self._manager.bind() and self._headerless != self._quorum_id:
+        if self._manager.bind() and self._headers.due(self._quorum_id, self.position.events):
             self._attempt(Kind.GRADIENTS, CheckedCollectives.check)
         return True
 
     def _gradients_committed(self) -> None:
         """A gradient step is committed, as all members of its quorum know.
 
-        Its next gradients need no header. With NCCL they do, since it does not keep a header apart
+        Its next gradients seldom need a header. With NCCL they do, since it does not keep a header apart
         from gradients; and with several models, as the others may be at another one.
         """
         self.position.graded()
-        if self.options.commit != "quorum" or len(self.prepared.models) != 1:
-            self._headerless = NO_QUORUM
-        elif self._headerless != self._quorum_id and self.prepared.device.type == "cpu":
-            self._headerless = self._quorum_id
+        alike = self.options.commit == "quorum" and len(self.prepared.models) == 1
+        on_cpu = self.prepared.device.type == "cpu"
+        self._headers.committed(self._quorum_id, kept_apart=alike and on_cpu)
 
     def drift(self, drifts: bool) -> None:
         """Whether the state changes between the steps that are voted on, in each process in its own
@@ -421,9 +422,7 @@ class Runtime:
         if manager.errored() is not None and not together:
             return None
         manager.state.shares_rest = kind is not Kind.GRADIENTS
-        patience_s = None
-        if manager.bind() and self._quorum_id == self._headerless:
-            patience_s = PATIENCE * self.options.timeout_s
+        manager.bind()
         collectives = CheckedCollectives(
             manager,
             self.group_ranks.index_in(manager.step.part),
@@ -432,10 +431,11 @@ class Runtime:
             kind,
             position.events,
             position.agreed,
-            patience_s,
+            self._headers.patience_s(kind, self._quorum_id, self.options.timeout_s),
             position.missed == 0,
             self._take_main,
             self.group_ranks.gather if together else None,
+            position.batch,
         )
         try:
             return attempt(collectives)

@@ -38,6 +38,9 @@ from typing import Any
 MAX_LOGGED_BYTES = 256 * 1024 * 1024
 """Limit on the results of one window's operations that are kept for processes that come back in it."""
 
+UNKNOWN = -1
+"""In place of a batch that is not compared: passes over a stream may end at unlike batches in the processes."""
+
 COMPUTED_GRADS = 8
 """Gradient steps before the peers' place that a script without prepared loaders computes again."""
 
@@ -117,6 +120,7 @@ class Iteration:
     generator_state: Any = None
     """Of the loader's generator when this pass began; None: it has none."""
     left_out: int = 0
+    has_length: bool = False
 
     @property
     def begun(self) -> bool:
@@ -188,6 +192,8 @@ class ScriptPosition:
     pending: bool = False
     begun: int = 0
     """Models that the script has prepared for training, and trainings of a Trainer that it has begun."""
+    batch: int = UNKNOWN
+    """Of training data, that the script has asked for last: its number in its pass."""
     batches: int = 0
     """Of all loaders, that the script has asked for, or would have."""
     generator_states: dict[int, Any] = field(default_factory=dict)
@@ -224,6 +230,10 @@ class ScriptPosition:
         self.iterations += 1
         self.active.append(iteration)
         return iteration
+
+    def asked(self, iteration: Iteration) -> None:
+        """A training batch is asked for."""
+        self.batch = iteration.yielded if iteration.has_length else UNKNOWN
 
     def finish(self, iteration: Iteration, *, has_length: bool) -> None:
         """It is over, or was abandoned."""

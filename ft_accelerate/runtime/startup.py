@@ -33,6 +33,7 @@ from ft_core.heal import digest
 from ft_core.launch.board import slot
 from ft_core.launch.narrator import Narrator
 from ft_core.launch.restarts import BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE
+from ft_core.launch.supervisor import say
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.replica.status import Participation, RanksHold
@@ -116,8 +117,14 @@ class GroupRanks:
                 deaths=others,
                 start=others,
                 returns=False,
+                ends=True,
             )
         )
+
+    def tell(self, text: str) -> None:
+        """A line of this group for the person who watches."""
+        if self.place.group_rank == 0:
+            say("ft_accelerate", f"replica group {self.options.replica_group_id} {text}")
 
     @property
     def sharers(self) -> int:

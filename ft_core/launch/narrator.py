@@ -26,6 +26,8 @@ TOLD_DISCARDS = (3, 10, 30, 100, 300, 1000)
 
 LOST = "it had lost its connection to the lighthouse, or that was started again"
 
+UNLIKE = "all must train on the same number of batches, so what they end with may differ"
+
 
 class Narrator:
     """Tells the person who watches the terminal what has happened, a line each, as a sink of telemetry.
@@ -35,6 +37,7 @@ class Narrator:
     | how many replica groups train, and at which lighthouse | the first member that does not heal |
     | a group is gone: it died, left, or was evicted | the same; not of deaths that the supervisor of all groups tells |
     | a group is back; if its process did not die, why the others had gone on without it | that group |
+    | a group has finished, and others go on | the same |
     | the job goes back, since no group that is here holds its newest step | the first member that does not heal |
     | a step is discarded again and again | the first member that does not heal |
 
@@ -45,6 +48,7 @@ class Narrator:
         deaths: whether to report deaths.
         returns: whether to report that this group is back.
         start: whether to report the first quorum.
+        ends: whether to report that others go on when a group has finished: their scripts have parted.
 
     Thread: any, one at a time.
     """
@@ -60,11 +64,12 @@ class Narrator:
         deaths: bool,
         returns: bool = True,
         start: bool = True,
+        ends: bool = False,
     ) -> None:
         self._speaker, self._name, self._groups = speaker, name, groups
         self._lighthouse = lighthouse or "this machine's"
         self._place = place
-        self._deaths, self._returns, self._start = deaths, returns, start
+        self._deaths, self._returns, self._start, self._ends = deaths, returns, start, ends
         self._members: set[str] = set()
         self._kept: int | None = None
         self._why, self._healed, self._first, self._discards = "", False, False, 0
@@ -120,7 +125,10 @@ class Narrator:
         for gone in sorted(before - self._members):
             of, _, reason = why.partition(": ")
             reason = reason if name_of(of) == gone else ""
-            if reason != f"left: {FINISHED}" and (self._deaths or "evicted" in reason):
+            if reason == f"left: {FINISHED}":
+                if self._ends:
+                    self._say(f"group {gone} is at the end of its script; {count} go on: {UNLIKE}")
+            elif self._deaths or "evicted" in reason:
                 self._say(f"group {gone} is gone ({reason or 'lost'}); {count} go on")
 
     def _say(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Scripts that catch what is raised in a batch, and go on with the next one, under `accelerate launch`."""
+"""Scripts that leave out a batch in one process alone, under `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -42,11 +42,56 @@ Path(sys.argv[1], str(accelerator.process_index)).write_text(weights)
 """
 
 
+# Nothing is raised, and no operation tells where the processes are.
+WITHOUT_A_WORD = """
+import hashlib, os, sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+model, optimizer, loader = accelerator.prepare(
+    net, torch.optim.SGD(net.parameters(), 0.01), torch.utils.data.DataLoader(data, 4))
+leaves_out = (accelerator.process_index, os.environ["FT_RESTARTS"]) == (1, "0")
+for epoch in range(20):
+    for index, (batch,) in enumerate(loader):
+        if leaves_out and (epoch, index) == (1, 3):
+            continue
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+weights = hashlib.sha256(net.weight.detach().numpy().tobytes()).hexdigest()
+Path(sys.argv[1], str(accelerator.process_index)).write_text(weights)
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_leaves_out_a_batch_without_a_word_is_found(tmp_path: Path) -> None:
+    """From there on its gradients would be averaged with those of other batches."""
+    said = run(WITHOUT_A_WORD, tmp_path)
+    assert "event 64 of its script), the others are at a gradient step (batch 1 of" in said
+    assert said.count("replica group 1 failed with exit code 1; it is started again") == 1
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
 @pytest.mark.process
 def test_a_process_that_leaves_out_a_batch_alone_is_started_again(tmp_path: Path) -> None:
     """It can't tell the error of its own batch from that of a process which has diverged from the others."""
+    said = run(SCRIPT, tmp_path)
+    assert (
+        "script has caught an error and goes on, after which it can't train: this replica" in said
+    )
+    assert said.count("replica group 1 failed with exit code 1; it is started again") == 1
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+def run(source: str, tmp_path: Path) -> str:
+    """What a launcher of two replica groups says of this script, which gets `tmp_path`."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(source)
     flags = ["--cpu", "--num_processes", "2", "--fault_tolerance_min_replicas", "2"]
     command = [*accelerate("launch")[1:], *flags, str(script), str(tmp_path)]
     env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
@@ -58,8 +103,4 @@ def test_a_process_that_leaves_out_a_batch_alone_is_started_again(tmp_path: Path
             job.end()
     said = (tmp_path / "said").read_text()
     assert code == 0, said
-    assert (
-        "script has caught an error and goes on, after which it can't train: this replica" in said
-    )
-    assert said.count("replica group 1 failed with exit code 1; it is started again") == 1
-    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+    return said

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.launch.narrator import LOST, Narrator
+from ft_core.launch.narrator import LOST, UNLIKE, Narrator
 from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, VISIT, WAITING, Event
 from lighthouse.wire.messages import NOT_HELD
 
@@ -15,7 +15,12 @@ class Told:
     """The narrator of group 0, and what it has said since one looked last."""
 
     def __init__(
-        self, capsys: pytest.CaptureFixture[str], *, deaths: bool = True, returns: bool = True
+        self,
+        capsys: pytest.CaptureFixture[str],
+        *,
+        deaths: bool = True,
+        returns: bool = True,
+        ends: bool = False,
     ) -> None:
         self.step, self._capsys = 0, capsys
         self.sink = Narrator(
@@ -26,6 +31,7 @@ class Told:
             lambda: f"step {self.step:,}" if self.step else "",
             deaths=deaths,
             returns=returns,
+            ends=ends,
         )
 
     def __call__(self, kind: str, **data: Any) -> list[str]:
@@ -82,6 +88,15 @@ def test_deaths_that_a_supervisor_tells_are_told_once(capsys: pytest.CaptureFixt
     told(REVOKED, quorum_id=2, reason=f"2: {why}")
     (line,) = told.quorum("0:a")
     assert line == f"ft_lightning: group 2 is gone ({why}); 1 of 3 replica groups go on"
+
+
+def test_one_that_is_at_its_end_while_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for ends in (False, True):
+        told = Told(capsys, deaths=False, ends=ends)
+        told.quorum("0:a", "1:a", "2:a")
+        told(REVOKED, quorum_id=1, reason="1: left: finished")
+        line = f"ft_lightning: group 1 is at the end of its script; 2 of 3 replica groups go on: {UNLIKE}"
+        assert told.quorum("0:a", "2:a") == [line] * ends
 
 
 def test_one_that_has_healed_says_so(capsys: pytest.CaptureFixture[str]) -> None:
