@@ -235,12 +235,12 @@ class Runtime:
                 if self._aside:
                     self._join("fetch")
                     continue
-            exhausted = iteration.begun and loader.end_of_dataloader
-            if exhausted or not self.ready or not self.prepared.training:
+            if not self.ready or not self.prepared.training:
                 break  # nor have the peers begun anything here, so this is not where they are
             if position.leaves not in (None, iteration.seq):
                 break  # an evaluation within an epoch, in which a window could not be entered
-            position.asked(iteration)
+            if position.asked(iteration) and loader.end_of_dataloader:
+                break
             self._go_live_if_there()
             if not self.live:
                 break
@@ -343,8 +343,8 @@ class Runtime:
         """
         self.position.graded()
         alike = self.options.commit == "quorum" and len(self.prepared.models) == 1
-        on_cpu = self.prepared.device.type == "cpu"
-        self._headers.committed(self._quorum_id, kept_apart=alike and on_cpu)
+        apart = alike and self.prepared.device.type == "cpu"
+        self._headers.committed(self._quorum_id, kept_apart=apart)
 
     def drift(self, drifts: bool) -> None:
         """Whether the state changes between the steps that are voted on, in each process in its own

@@ -231,9 +231,10 @@ class ScriptPosition:
         self.active.append(iteration)
         return iteration
 
-    def asked(self, iteration: Iteration) -> None:
-        """A training batch is asked for."""
+    def asked(self, iteration: Iteration) -> bool:
+        """A training batch is asked for. Returns whether it is not the first one of this pass."""
         self.batch = iteration.yielded if iteration.has_length else UNKNOWN
+        return iteration.begun
 
     def finish(self, iteration: Iteration, *, has_length: bool) -> None:
         """It is over, or was abandoned."""
