@@ -16,7 +16,7 @@ from tests.ft_accelerate.installed import installed
 from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
 
-FT = [sys.executable, "-m", "ft_accelerate.launch.command"]
+FT = [sys.executable, "-m", "ft_accelerate"]
 ON_CPU = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
 
 
