@@ -4,6 +4,7 @@ And what SIGTERM does to a training loop.
 | exit code | meaning |
 |---|---|
 | 0 | trained to the end |
+| 1 | its replica group is refused for good: the line says why |
 | 69 | no lighthouse answers, within the connect timeout |
 | 75 | another process of its replica group is gone; the cause is in that process. Or the training has ended just as it came back, and its next life passes over it (Lightning's Trainer) |
 | 79 | the training is over, or its script's next one has begun: nothing is left to do |
@@ -33,7 +34,7 @@ from ft_core.launch.restarts import (
     OVER_EXIT_CODE,
     SIGTERM_EXIT_CODE,
 )
-from lighthouse.errors import LighthouseUnavailable, TrainingOver
+from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
 
 CODES: dict[type[BaseException], int] = {  # a class before those that it derives from
     LighthouseUnavailable: AWAY_EXIT_CODE,
@@ -42,6 +43,7 @@ CODES: dict[type[BaseException], int] = {  # a class before those that it derive
     GroupBroken: BROKEN_EXIT_CODE,
     StartAgain: BROKEN_EXIT_CODE,
     TrainingOver: OVER_EXIT_CODE,
+    JoinRefused: 1,  # as an error of the script's own: another model, or other settings
 }
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

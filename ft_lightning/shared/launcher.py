@@ -191,8 +191,8 @@ def _of_hydra() -> list[str]:
 def live_with_group(scope: Scope) -> None:
     """Let a process that trains end with its supervisor, if it has one, and with its group.
 
-    If another rank of its group ends, the training is over when it comes back, or no lighthouse answers,
-    this one ends with a line and an exit code instead of a traceback, since the script is not at fault. The launcher
+    If another rank of its group ends, the training is over when it comes back, no lighthouse answers, or the
+    group is refused for good, this one ends with a line and an exit code instead of a traceback. The launcher
     restarts a group that lost a rank as a whole.
     """
     if scope.supervisor_pid:
