@@ -112,6 +112,8 @@ class Narrator:
         healing = {name_of(m) for m in quorum["healing"]}
         trained = [rank for rank, m in enumerate(quorum["members"]) if name_of(m) not in healing]
         self._first = trained[:1] == [quorum["replica_rank"]]
+        if quorum["replica_rank"] in trained:
+            self._there_at = time.monotonic()  # also if it is evicted before its first commit
         if not self._first:
             return
         count = f"{len(self._members)} of {self._groups} replica groups"

@@ -137,6 +137,25 @@ def test_one_that_the_others_went_on_without_says_why(capsys: pytest.CaptureFixt
         assert line.endswith(why), line
 
 
+def test_one_that_was_evicted_before_its_first_commit_was_away_since_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process had begun 100 s before: it imported libraries, and waited for its peers."""
+    now = 1000.0
+    monkeypatch.setattr("ft_core.launch.narrator.age_s", lambda: 0.0)
+    monkeypatch.setattr("ft_core.launch.narrator.time.monotonic", lambda: now)
+    told = Told(capsys)
+    now += 100
+    told.quorum("0:a", "1:a")
+    now += 7
+    told(WAITING, reason="expelled: evicted: kept the others waiting")
+    told.quorum("0:a", "1:a", healing=("0:a",))
+    told(HEAL_DONE, step=9, bytes=1, seconds=0.1, sources=())
+    now += 1
+    (line,) = told.commit()
+    assert line.startswith("ft_lightning: group 0 is back at step 1 after 8.0 s (evicted")
+
+
 def test_discards_that_repeat_are_told_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     told = Told(capsys)
     told.quorum("0:a", "1:a", "2:a")
