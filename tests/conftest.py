@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -25,6 +26,9 @@ os.environ[ENV_WARM] = "0"
 # Our kernels are interpreted where no GPU can run them. Triton reads it when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# In a shell's background it is ignored, and what tests start would ignore it, too.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class FailuresAtOnce:

@@ -25,7 +25,7 @@ from types import FrameType
 from ft_core.environment import ENV_SUPERVISOR, Supervision
 from ft_core.launch.board import DUMP_SIGNAL, inherited
 from ft_core.launch.restarts import BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE
-from ft_core.launch.supervisor import die_with, take
+from ft_core.launch.supervisor import die_with, hear_endings, take
 from ft_core.launch.warm.replacement import spawn
 
 _LOWEST_PORT = 10_000
@@ -106,8 +106,7 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
         send_all(number)
         kill_later()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    hear_endings(on_signal)
     signal.signal(DUMP_SIGNAL, lambda number, frame: send_all(number))
     for rank in range(size):  # all before the first thread: see `spawn`
         told = rank_environment(env, rank=rank, size=size, port=port)

@@ -380,7 +380,7 @@ def supervise(
     tellers: list[threading.Thread] = []
     given_up = partial(_tell, on_given_up, tellers)
     threading.Thread(target=_watch, args=(board, events), daemon=True).start()
-    signals = _signals(events)
+    signals = hear_endings(lambda number, frame: events.put(_Signalled(number)))
     try:
         for child in roster.children:
             start(child)
@@ -560,13 +560,12 @@ def die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _signals(events: queue.SimpleQueue[_Event]) -> dict[int, Any]:
-    """From now on those that end this process are events. Returns the handlers that they had."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        events.put(_Signalled(number))
-
-    return {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+def hear_endings(on_signal: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Call `on_signal` for SIGINT and SIGTERM; returns the handlers that they had. Not for one that this
+    process was started to ignore (a shell starts commands in the background with SIGINT ignored): so
+    were its children. Main thread."""
+    heard = (n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN)
+    return {n: signal.signal(n, on_signal) for n in heard}
 
 
 def _restore(handlers: Mapping[int, Any]) -> None:

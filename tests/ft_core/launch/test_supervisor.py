@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -328,13 +329,18 @@ sys.exit(supervise([sys.executable, sys.argv[1], sys.argv[2]], environment,
 """
 
 
-def start(tmp_path: Path, child: str, *, told: str = "") -> subprocess.Popen[bytes]:
-    """`told`: address of a lighthouse that is told of children that are given up."""
+def start(
+    tmp_path: Path, child: str, *, told: str = "", ignored: Any = None
+) -> subprocess.Popen[bytes]:
+    """`told`: address of a lighthouse that is told of children that are given up. `ignored`: a signal."""
     (tmp_path / "child.py").write_text(CHILD + textwrap.dedent(child))
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, "parent.py", str(tmp_path / "child.py"), str(tmp_path), told]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE)
+    ignore = ignored and partial(signal.signal, ignored, signal.SIG_IGN)
+    return subprocess.Popen(
+        command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, preexec_fn=ignore
+    )
 
 
 def pid_in(path: Path) -> int:
@@ -393,6 +399,19 @@ def test_signals_are_passed_on(tmp_path: Path, number: Any) -> None:
     # A Python script without a handler ends with 1 on SIGINT and by the signal on SIGTERM.
     assert code in (128 + number, 1)
     await_gone(*children)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_it_was_started_to_ignore_is_ignored(tmp_path: Path, number: Any) -> None:
+    """As SIGINT is in a shell's background. Its children ignore it, too, and were killed after 30 s."""
+    go_on = "while not (log / 'go').exists(): time.sleep(0.02)"
+    parent = start(tmp_path, go_on, ignored=number)
+    for index in (0, 1):
+        pid_in(tmp_path / f"{index}.0")
+    parent.send_signal(number)
+    (tmp_path / "go").touch()
+    assert parent.wait(PATIENCE_S) == 0
+    assert b"SIG" not in parent.communicate()[1]
 
 
 def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
