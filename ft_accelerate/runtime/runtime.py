@@ -219,7 +219,7 @@ class Runtime:
         position = self.position
         self.comes_to_another_place()
         if self._failed:
-            self._end_if_told()
+            self._end_if_due()
         while True:
             if position.phase is Phase.FAST_FORWARD:
                 if self.prepared.learns:  # else it may be taken for an evaluation's own error
@@ -228,7 +228,7 @@ class Runtime:
                 if position.leap(iteration):
                     self.prepared.begin_accumulation()
                 if not position.arrive(iteration):
-                    self._end_if_told()
+                    self._end_if_due()
                     self._keep_peers_going()
                     return
                 self._arrived()
@@ -448,7 +448,7 @@ class Runtime:
 
     def _begin(self, at: str) -> None:
         """Open an attempt, unless one is open: be in a quorum, heal, serve."""
-        self._end_if_told()
+        self._end_if_due()
         if at == "op" and self.reducer.busy:
             self.reducer.before_forward()  # a backward has raised, and the script has caught it
         if self._untaken and self.live and at != "op":
@@ -525,7 +525,7 @@ class Runtime:
         The processes of one group get the same state, and so decide alike.
         """
         while True:
-            self._end_if_told()
+            self._end_if_due()
             first, self._aside = self.manager is None, False
             try:
                 if first:
@@ -632,8 +632,8 @@ class Runtime:
         """Whether the script waits for peers. Called in a signal handler: takes no lock."""
         return self.manager is None or (self._starting != 0 and not self.manager.in_quorum())
 
-    def _end_if_told(self) -> None:
-        """End this process if SIGTERM has come, between two steps; or if its script has caught its last error."""
+    def _end_if_due(self) -> None:
+        """End this process, between two steps, if SIGTERM has come or its script has caught its last error."""
         if self._failed:
             self._end_early(CAUGHT.format(self._failed))
         if self._sigterm.noted and not self._open:

@@ -96,7 +96,7 @@ def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
     options: dict[str, Any] = {}
     if how == "slurm":
         options = {"devices": 2, "holds": ["step:9"]}
-    with patient_lighthouse(join_timeout_s=20.0, connect_timeout_s=20.0) as server:
+    with patient_lighthouse(join_timeout_s=20.0, connect_timeout_s=3.0) as server:
         with running(tmp_path, server.address(), max_epochs=1, **options) as run:
             started = [scheduled(run, how, index) for index in (0, 1)]
             if how == "slurm":
