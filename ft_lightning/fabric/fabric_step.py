@@ -291,7 +291,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         if self._sigterm.noted:
             # The vote announces it: the next quorum is formed without this group at once.
             manager.leave_after_step()
-        committed = manager.should_commit(admits=self._may_heal_next())
+        committed = manager.should_commit(control=self._control(), admits=self._may_heal_next())
         self._votes += committed
         self._together += committed
         self._open = False
@@ -304,6 +304,10 @@ class FabricStepMixin(FabricAgreementsMixin):
             manager.rejoin("healed within a step")
             self._break_off()
         return committed
+
+    def _control(self) -> bytes:
+        """What travels with this group's vote."""
+        raise NotImplementedError
 
     def _begin_again(self) -> bool:
         """The step was discarded: open the next attempt; False: the kept gradients are void."""

@@ -30,7 +30,7 @@ from ft_core.launch import board
 from ft_core.launch.supervisor import say
 from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
-from ft_lightning.fabric.fabric_step import FabricStepMixin
+from ft_lightning.fabric.fabric_loggers import FabricLoggersMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Where, WindowPlace, follow, is_placeable
 from ft_lightning.shared.launcher import SupervisorLauncher
 from ft_lightning.shared.registration import NAME
@@ -43,7 +43,7 @@ from lighthouse.files import machine_file, replace_whole
 log = logging.getLogger("ft_lightning")
 
 
-class FabricSavesMixin(FabricStepMixin):
+class FabricSavesMixin(FabricLoggersMixin):
     """The part of the strategy that saves and loads (`fabric.save`, `fabric.load`). The loop's thread.
 
     The script itself decides what it loads. When all processes of a job have died, its supervisor starts
@@ -304,6 +304,7 @@ class FTFabricMixin(FabricSavesMixin):
         """Called by Fabric when it is launched, or made under `fabric run`."""
         self._supervise()
         super().setup_environment()
+        self._find_loggers()
 
     def _supervise(self) -> None:
         if self.scope.role is Role.SUPERVISOR:
@@ -447,6 +448,7 @@ class FTFabricMixin(FabricSavesMixin):
             **self._tensors_to_heal(),
             "window": astuple(self._window.place),
             "results": list(self._window.results),
+            "logs": self._log_places(),
             "lead": -1 if lead is None else self.progress.places.index(lead),
             "uncounted": 0 if lead is None else lead.uncounted,
             "schedulers": [s.state_dict() for s in self._schedulers],
@@ -481,6 +483,7 @@ class FTFabricMixin(FabricSavesMixin):
         self._healed, self._together = True, 0
         self._window.place = WindowPlace(*state["window"])
         self._window.results = list(state["results"])
+        self._take_log_places(state["logs"])
         for name in ("models", "optimizers", "schedulers"):
             for mine, its in zip(getattr(self, f"_{name}"), state[name], strict=True):
                 mine.load_state_dict(its)

@@ -74,11 +74,15 @@ class Relay:
     """
 
     def __init__(
-        self, logger: Any, dummy: Callable[[], Any], still_leads: Callable[[], bool]
+        self,
+        logger: Any,
+        dummy: Callable[[], Any],
+        still_leads: Callable[[], bool],
+        counts: Callable[[], bool],
     ) -> None:
         release(logger)
         self.logger, self._cls, self._dummy = logger, type(logger), dummy
-        self._still_leads = still_leads
+        self._still_leads, self._counts = still_leads, counts
         self.part = Part.WAITS
         self._written = -1  # size of a CSV file when this process last wrote to it
         self._rows: deque[tuple[dict[str, Any], Any]] = deque(maxlen=KEPT_ROWS)
@@ -110,6 +114,8 @@ class Relay:
         """A method of the logger."""
         if self._writes() and not self._still_leads():
             self.follow()
+        if name == "log_metrics" and not self._counts():
+            return None
         if self.part in (Part.WAITS, Part.FOLLOWS) and name == "log_metrics":
             row = _row(*args, **kwargs)
             if row is not None:
@@ -260,12 +266,17 @@ def _row(metrics: Any = None, step: Any = None, *rest: Any) -> tuple[dict[str, A
 
 
 class Loggers:
-    """The loggers of one fit. The loop's thread."""
+    """The loggers of one fit (`trainer`), or of a Fabric. The loop's thread."""
 
     def __init__(
-        self, trainer: Any, dummy: Callable[[], Any], still_leads: Callable[[], bool] = lambda: True
+        self,
+        trainer: Any,
+        dummy: Callable[[], Any],
+        still_leads: Callable[[], bool] = lambda: True,
+        counts: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`still_leads()`: of this process, which has been the leader.
+        """`still_leads()`: of this process, which has been the leader. `counts()`: whether what is logged now
+        is of the training.
 
         Raises TypeError for a logger whose class has no subclasses; then none is changed."""
         self._trainer = trainer
@@ -273,7 +284,7 @@ class Loggers:
         self._leads = self._untold = False
         try:
             for logger in trainer.loggers:
-                self._relays.append(Relay(logger, dummy, still_leads))
+                self._relays.append(Relay(logger, dummy, still_leads, counts))
                 trackers.prepare([_TRACKERS.get(_kind_of(logger), "")])
         except TypeError:
             self.end()

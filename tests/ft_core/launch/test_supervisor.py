@@ -12,7 +12,6 @@ import sys
 import textwrap
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,10 +336,9 @@ def start(
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, "parent.py", str(tmp_path / "child.py"), str(tmp_path), told]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ignore = ignored and partial(signal.signal, ignored, signal.SIG_IGN)
-    return subprocess.Popen(
-        command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, preexec_fn=ignore
-    )
+    if ignored:
+        command = ["sh", "-c", f"trap '' {ignored:d}; exec \"$@\"", "sh", *command]
+    return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE)
 
 
 def pid_in(path: Path) -> int:
