@@ -476,18 +476,20 @@ class StrategyBase(_Base):
         Never waits; any thread."""
         return self.participants
 
-    def _next_training(self) -> JobOptions:
+    def _next_training(self, model: Any = None) -> JobOptions:
         """The job of the training that begins now. Once for each.
 
         That of the last one, if an exception has ended it and the script has caught that: a process that
-        comes back begins one where this one begins it twice, or its peers have not failed.
+        comes back begins one where this one begins it twice, or its peers have not failed. Another
+        strategy's counts where it has trained the same `model`: the script may make a new Trainer for
+        each try, and a sweep one for each of its trainings.
         """
         before = self._training
         if before is not None and not self._over and trainings.is_latest(before):
             return before
         job_id = job_of(self._options, self.scope, ReplicaEnv.read())
         job = self._job if job_id is None else replace(self._job, job_id=job_id)
-        self._training = job = replace(job, room_id=trainings.next_room(job))
+        self._training = job = replace(job, room_id=trainings.next_room(job, model))
         self._tell_training(over=False)
         return job
 
@@ -545,6 +547,8 @@ class StrategyBase(_Base):
     def _training_is_over(self, yes: bool) -> None:
         """A training has ended regularly; `yes` False: another one begins."""
         self._over = yes
+        if yes and self._training is not None:
+            trainings.has_ended(self._training)
         self._tell_training(over=yes)
 
     def _tell_training(self, *, over: bool) -> None:

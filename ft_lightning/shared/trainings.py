@@ -10,7 +10,9 @@ to it. It is refused before it trains.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ft_core.config import JobOptions
@@ -25,22 +27,41 @@ _PREFIX = "training-"
 _local = threading.local()
 
 
-def next_room(job: JobOptions) -> str:
-    """The room of the training that begins now in this thread, which runs a script of this job."""
-    counts, me = _counts(job)
-    counts[me] += 1
-    return _room(counts[me])
+@dataclass
+class _Latest:
+    """The latest training that has begun in a thread."""
+
+    number: int = 0
+    model: Callable[[], Any] = lambda: None
+    """What it trains; None: that is not known, or it has ended regularly."""
+
+
+def next_room(job: JobOptions, model: Any = None) -> str:
+    """The room of the training that begins now in this thread, which runs a script of this job.
+
+    That of the latest one, if it has trained `model` and an exception has ended it: the script tries again.
+    """
+    latest = _latest(job)
+    if model is None or latest.model() is not model:
+        latest.number += 1
+    latest.model = weakref.ref(model) if model is not None else lambda: None
+    return _room(latest.number)
+
+
+def has_ended(job: JobOptions) -> None:
+    """The training of `job.room_id` has ended regularly, in this thread."""
+    if is_latest(job):
+        _latest(job).model = lambda: None
 
 
 def is_latest(job: JobOptions) -> bool:
     """Whether no later training has begun in this thread than that of `job.room_id`."""
-    counts, me = _counts(job)
-    return job.room_id == _room(counts[me])
+    return job.room_id == _room(_latest(job).number)
 
 
-def _counts(job: JobOptions) -> tuple[Counter[tuple[str, str, int]], tuple[str, str, int]]:
-    counts = vars(_local).setdefault("counts", Counter())
-    return counts, (job.job_id, job.name, job.group_rank)
+def _latest(job: JobOptions) -> _Latest:
+    every: dict[tuple[str, str, int], _Latest] = vars(_local).setdefault("latest", {})
+    return every.setdefault((job.job_id, job.name, job.group_rank), _Latest())
 
 
 def _room(number: int) -> str:

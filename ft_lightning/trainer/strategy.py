@@ -224,7 +224,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             )
             self._leader = self._writes = writes
             self._skipped, self._met = SkippedHooks(), False
-            before, job = self._training, self._next_training()
+            before, job = self._training, self._next_training(self.lightning_module)
             self._resumption = Resumption(
                 self._trainer,
                 job,

@@ -42,6 +42,7 @@ OPTIONS: dict[str, Any] = {
     "scores": [],  # of each epoch's validation: the checkpoint with the lowest is the best, and is kept
     "grows": False,  # the data: each epoch asks for loaders of more samples
     "fails": [],  # processes whose first fit fails, once, at step 3; the script calls it again
+    "anew": False,  # ... with a new Trainer
     "again": False,  # one Trainer and one model: a later fit trains them on
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
@@ -181,6 +182,8 @@ def main(options: dict[str, Any]) -> None:
         except RuntimeError as error:
             if str(error) != "injected":
                 raise
+            if options["anew"]:
+                _, trainer = make(options, files, number)
             trainer.fit(model, *loaders)
         files.append(
             "fits",

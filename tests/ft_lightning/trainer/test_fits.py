@@ -60,11 +60,13 @@ def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
         assert line["folds"] == [line["fit"]]
 
 
+@pytest.mark.parametrize("anew", [False, True])
 def test_a_fit_that_failed_and_is_called_again_is_the_same_training(
-    tmp_path: Path, lighthouse: str
+    tmp_path: Path, lighthouse: str, anew: bool
 ) -> None:
-    """All groups fail, and train on. Then group 1 dies: its next life, with its first call, joins them."""
-    options: dict[str, Any] = {"fails": ["0", "1"], "holds": ["step:1:6"]}
+    """All groups fail, and train on. Then group 1 dies: its next life, with its first call, joins them.
+    `anew`: the script makes a new Trainer for the same model, which begins at step 0."""
+    options: dict[str, Any] = {"fails": ["0", "1"], "holds": ["step:1:6"], "anew": anew}
     with running(tmp_path, lighthouse, worker=WORKER, **options) as run:
         first, second = run.start(0), run.start(1)
         for name in (0, 1):
@@ -79,11 +81,12 @@ def test_a_fit_that_failed_and_is_called_again_is_the_same_training(
     assert [line["fit"] for line in run.lines(1, "fits")] == [1, 2]
 
 
+@pytest.mark.parametrize("anew", [False, True])
 def test_a_group_whose_fit_failed_and_is_called_again_is_back_with_its_peers(
-    tmp_path: Path, coordinator: LighthouseServer
+    tmp_path: Path, coordinator: LighthouseServer, anew: bool
 ) -> None:
     """The other one has not failed, and trains on."""
-    options: dict[str, Any] = {"fails": ["1"], "holds": ["step:1:5"], "fits": 1}
+    options: dict[str, Any] = {"fails": ["1"], "holds": ["step:1:5"], "fits": 1, "anew": anew}
     with running(tmp_path, coordinator.address(), worker=WORKER, **options) as run:
         first, second = run.start(0), run.start(1)
         run.until_held(0, "step:1:5")
