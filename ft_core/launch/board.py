@@ -282,6 +282,27 @@ class Slot:
         """This process, which writes for all, has logged this row."""
         self._set(_ROWS_AT, row)
 
+    def evaluated(self) -> None:
+        """This process, which writes for all, has ended the evaluation that it has begun last."""
+        self._set(_ROWS_AT, self._last_of_evaluation)
+
+    def await_evaluated(self) -> None:
+        """Wait until the process that writes for all has ended the evaluation that this one is in, is dead, or
+        is elsewhere in its script: behind it, or in a later training."""
+        while self.last_row < self._last_of_evaluation and self._leader_follows():
+            time.sleep(LEADER_LOOK_S)
+
+    @property
+    def _last_of_evaluation(self) -> int:
+        return self._row | (1 << 20) - 1
+
+    def _leader_follows(self) -> bool:
+        """Whether it is between the same two trainings as this process."""
+        leads = [at for at in self._others() if self._get(at + _LEADS_AT)]
+        return any(
+            self._get(at + _TRAINING_AT) == self._get(self._at + _TRAINING_AT) for at in leads
+        )
+
     @property
     def last_row(self) -> int:
         """The last of these rows that any process has logged, dead or not; 0: none."""

@@ -1,8 +1,9 @@
 """What is logged after a fit (`trainer.validate`, `trainer.test`): each row once, though the leader dies.
 
-Processes do not meet there: each evaluates all of the data, at its own pace. So each numbers its rows, and the
-leader tells on the supervisor's board which it has logged. The others keep those that are not logged yet. The
-next leader logs them, and leaves out what the dead one was ahead of it.
+Each process evaluates all of the data, at its own pace. So each numbers its rows, and the leader tells on the
+supervisor's board which it has logged. The others keep those that are not logged yet, and wait for the leader at
+the end of the evaluation: what the script writes after it needs a leader, too. The next leader logs them, and
+leaves out what the dead one was ahead of it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ class LaterRows:
         self._slot = board.slot()
         self._kept: deque[tuple[int, Callable[[], object]]] = deque()
         self._adopted: list[Any] = []
+        self._leads: Callable[[], bool] | None = None
+        """None: no evaluation is under way."""
 
     def begin(self, loggers: Iterable[Any], leads: Callable[[], bool]) -> None:
         """An evaluation begins, of a Trainer whose fit is over. `leads()`: whether this process writes.
 
         A logger whose class has no subclasses logs as it would by itself."""
         self._slot.evaluates()
+        self._leads = leads
         for logger in loggers:
             try:
                 adopt(logger, lambda cls: {"log_metrics": self._logging(cls, leads)})
@@ -65,8 +69,15 @@ class LaterRows:
             write()
             self._slot.logged(number)
 
-    def end(self) -> None:
-        """The evaluation is over: the loggers are themselves again."""
+    def end(self, *, waits: bool) -> None:
+        """The evaluation is over: the loggers are themselves again. `waits`: it has ended regularly, and this is
+        the first rank of its replica group, which waits for the leader. If that dies, one of them leads."""
+        leads, self._leads = self._leads, None
+        if leads is not None and waits:
+            if not leads():
+                self._slot.await_evaluated()
+            if leads():
+                self._slot.evaluated()
         for logger in self._adopted:
             release(logger)
         self._adopted.clear()

@@ -612,9 +612,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._shut_down()
         if self._loggers is not None:
             self._loggers.end()
-        if (rows := later_rows()) is not None:
-            rows.end()
         trainer = getattr(self.lightning_module, "_trainer", None)  # None: the launcher has failed
+        if (rows := later_rows()) is not None:
+            well = trainer is not None and not trainer.interrupted
+            rows.end(waits=well and self.scope.group_rank == 0)
         if trainer is not None and trainer.state.fn == "fit" and not self._met:
             passes = self._resumption is not None and self._resumption.passes_over
             if self._resumption is not None and passes:

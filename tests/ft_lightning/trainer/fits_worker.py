@@ -94,6 +94,9 @@ class Model(LightningModule):
     def on_test_epoch_start(self) -> None:
         self.files.at(f"test:{self.number}")
 
+    def on_test_epoch_end(self) -> None:
+        self.files.append("tested", fit=self.number)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
         if self.scores:
@@ -202,7 +205,7 @@ def main(options: dict[str, Any]) -> None:
             files.append("validates", fit=number)
         if options["tests"]:
             trainer.test(ckpt_path="best", dataloaders=data(-number), verbose=False)
-            files.append("tests", fit=number)
+            files.append("tests", fit=number, leader=trainer.is_global_zero)
 
 
 if __name__ == "__main__":

@@ -391,8 +391,9 @@ def test_the_leader_dies_after_the_fit_and_what_it_logged_stays(tmp_path: Path) 
 
 @pytest.mark.parametrize("ahead", ["the leader", "the other"])
 def test_rows_of_evaluations_after_a_fit_are_logged_once(tmp_path: Path, ahead: str) -> None:
-    """The leader dies in the test, and the other is in the validation before it; or the other way round. Its
-    row of the validation had been logged twice, or by none."""
+    """The leader dies in the test, and the other is in the validation before it. Or the leader is in the
+    validation, and the other may be at its end, where it waits. Its row of the validation had been logged twice,
+    or by none."""
     options: dict[str, Any] = {"fits": 1, "devices": 2, "validates": True, "tests": True}
     places = ["after:1", "validate:1", "test:1"]
     with running(tmp_path, worker=WORKER, holds=[*places, "life:2"], **options) as run:
@@ -405,7 +406,10 @@ def test_rows_of_evaluations_after_a_fit_are_logged_once(tmp_path: Path, ahead: 
         os.kill(pids[1 - first], signal.SIGSTOP)
         for place in places[:2]:
             run.go(place)
-        run.until_held(first, "test:1")
+        if first == leader:
+            run.until_held(first, "test:1")
+        else:
+            run.until_held(first, "validate:1")
         (tmp_path / "go.validate:1").unlink()
         os.kill(pids[1 - first], signal.SIGCONT)
         run.until_held(1 - first, "validate:1")
@@ -418,6 +422,34 @@ def test_rows_of_evaluations_after_a_fit_are_logged_once(tmp_path: Path, ahead: 
         rows = [(row["step"], name) for row in csv.DictReader(file) for name in row if row[name]]
     logged = [each for each in rows if each[1] not in ("step", "epoch")]
     assert logged == [("3", "val_loss"), ("7", "val_loss"), ("8", "val_loss"), ("8", "test_loss")]
+
+
+def test_the_leader_dies_in_the_last_evaluation_and_the_other_is_at_its_end(tmp_path: Path) -> None:
+    """It logs the row, and writes what the script saves then. It had ended before it knew of the death."""
+    options: dict[str, Any] = {
+        "fits": 1,
+        "devices": 2,
+        "tests": True,
+        "holds": ["test:1", "life:2"],
+    }
+    with running(tmp_path, worker=WORKER, **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "test:1")
+        leader = 0 if run.lines(0, "ends")[0]["leader"] else 1
+        pid = run.lines(leader, "fits")[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        run.go("test:1")
+        run.until(lambda: run.lines(1 - leader, "tested"), "the other to be at the end of the test")
+        assert not run.lines(1 - leader, "tests")
+        os.kill(pid, signal.SIGKILL)
+        run.until(lambda: "was killed by SIGKILL" in run.output(), "the supervisor to see it")
+        run.wait(supervisor)
+        assert "missing" not in run.output()
+    (rows,) = [path.read_text() for path in tmp_path.glob("lightning_logs/*/metrics.csv")]
+    assert rows.splitlines()[0].count("test_loss") == 1
+    (done,) = run.lines(1 - leader, "tests")
+    assert done["leader"]
 
 
 @pytest.mark.parametrize("all_of_them", [True, False])
