@@ -29,7 +29,9 @@ class FabricLoggersMixin(FabricStepMixin):
     def _find_loggers(self) -> None:
         """A Fabric sets up its environment. It is told to no strategy, but has called this one."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and getattr(frame.f_locals.get("self"), "_strategy", None) is not self:
+        while (
+            frame is not None and getattr(frame.f_locals.get("self"), "_strategy", None) is not self
+        ):
             frame = frame.f_back
         self._fabric = None if frame is None else frame.f_locals["self"]
         together = self._votes_each_step and self._options.commit == "quorum"

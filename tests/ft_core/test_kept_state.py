@@ -245,20 +245,30 @@ def test_a_state_that_changes_before_the_vote_is_not_kept(board: Board) -> None:
         a = Replica(server, "a", expected_replicas=1)
         a.weights = torch.zeros(1 << 19)  # large: read from the training's own memory
 
-        def step(spoils: bool) -> None:
+        spoiled = threading.Event()
+
+        def step() -> None:
             a.manager.start_quorum()
-            if spoils:
-                a.weights += 0.0
+            assert a.manager.should_commit()
+            a.weights -= 1.0
+
+        def spoil() -> None:
+            """One step while it is shown; in those that follow, copies would be."""
+            a.manager.start_quorum()
+            a.weights += 0.0
+            if a.manager.state.shows:
+                spoiled.set()
             assert a.manager.should_commit()
             a.weights -= 1.0
 
         for _ in range(3):
-            step(False)
-        kept.patience_s = 0.5
-        assert not renewed(kept, a, lambda: step(True))
+            step()
+        kept.patience_s = 1.5
+        assert not renewed(kept, a, lambda: time.sleep(0.01) if spoiled.is_set() else spoil())
+        assert spoiled.is_set()
         assert kept.card is None
         kept.patience_s = PATIENCE_S
-        assert renewed(kept, a, lambda: step(False))
+        assert renewed(kept, a, step)
         assert kept.card is not None
         a.close()
 
