@@ -120,7 +120,10 @@ class Narrator:
         if not before and self._start:
             self._say(f"training with {count}; the lighthouse is {self._lighthouse}")
         if NOT_HELD in quorum["reason"]:
-            self._say(f"the job goes back: {quorum['reason']}")
+            # The steps of the reason count agreements as well: they are none of the script's.
+            place = self._place()
+            to = place and f" to {place}"
+            self._say(f"the job goes back{to}: what was committed later {NOT_HELD}")
         if not before and self._kept is not None:
             place = self._place() or f"commit {self._kept:,}"
             self._say(f"all had ended; the job goes on from the kept state of {place}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +70,10 @@ def test_a_script_that_does_not_resume_is_warned(tmp_path: Path, lighthouse: str
         said = run.output()
     assert said.count("this script starts from its beginning, though the job has saved") == 1
     assert f"{tmp_path}/states/step_6" in said
-    assert re.search(r"the job goes back: .* at step 0; step \d+ is held by no replica group", said)
+    assert (
+        "the job goes back: what was committed later is held by no replica group that is here"
+        in said
+    )
 
 
 @pytest.mark.parametrize("says_end", [False, True])
