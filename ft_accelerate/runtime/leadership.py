@@ -255,7 +255,7 @@ class Saves:
 
     def committed(self) -> None:
         """An event was committed. All processes of a replica group call it at the same place."""
-        if self._saves.held:
+        if self._saves.held and not self._within:  # within a save nothing is written yet
             self._settle()
         self._main = self._leadership.main
 

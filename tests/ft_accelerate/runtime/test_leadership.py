@@ -44,6 +44,16 @@ def test_the_next_main_process_writes_what_the_one_before_has_not() -> None:
     assert written == ["lost", "own"]
 
 
+def test_an_operation_within_a_save_is_not_after_it() -> None:
+    """`save_state` waits for all processes before it writes, where Accelerate numbers the checkpoints."""
+    lead = leadership()
+    saves, written = Saves(lead), list[str]()
+    event(saves, lead, 1, 0, 1)
+    saves.save(lambda: event(saves, lead, 1, 0, 1), lambda: written.append("lost"))
+    event(saves, lead, 1, 1)  # process 0 has died when it wrote
+    assert written == ["lost"]
+
+
 @pytest.fixture
 def slots() -> Iterator[tuple[Board, list[Slot]]]:
     board = Board(2)
