@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import sys
 import time
 from typing import Any
 
@@ -96,7 +97,9 @@ def main() -> None:
         weights.update(parameter.full_tensor().detach().cpu().numpy().tobytes())
     loss = float(trainer.callback_metrics["val_loss"])
     group, step = os.environ["REPLICA_GROUP_ID"], trainer.global_step
-    print(f"group {group}: {step} steps, loss {loss:.3f}, weights {weights.hexdigest()[:16]}")
+    said = f"group {group}: {step} steps, loss {loss:.3f}, weights {weights.hexdigest()[:16]}"
+    sys.stdout.flush()
+    print(said, flush=True)  # in one piece, beside the lines of other processes
 
 
 if __name__ == "__main__":
