@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import sys
 import time
 from typing import Any
 
@@ -97,9 +96,7 @@ def main() -> None:
         weights.update(parameter.full_tensor().detach().cpu().numpy().tobytes())
     loss = float(trainer.callback_metrics["val_loss"])
     group, step = os.environ["REPLICA_GROUP_ID"], trainer.global_step
-    said = f"group {group}: {step} steps, loss {loss:.3f}, weights {weights.hexdigest()[:16]}"
-    sys.stdout.flush()
-    print(said, flush=True)  # in one piece, beside the lines of other processes
+    print(f"group {group}: {step} steps, loss {loss:.3f}, weights {weights.hexdigest()[:16]}")
 
 
 if __name__ == "__main__":
