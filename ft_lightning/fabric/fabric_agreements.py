@@ -146,6 +146,10 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     # ------------------------------------------------------------------ rounds
 
     @property
+    def _patience(self) -> timedelta:
+        return timedelta(seconds=_PATIENCE * self._options.timeout_s)
+
+    @property
     def _is_alone(self) -> bool:
         """Whether the job is to have no other process."""
         return self._scope is None or self._scope.num_groups * self._scope.group_size == 1
@@ -228,11 +232,10 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     def _vote_on_round(self) -> bool:
         manager = self._manager
         assert manager is not None
-        patience = timedelta(seconds=_PATIENCE * self._options.timeout_s)
         put_back = None if self._reducer is None else self._reducer.keep_buffers()
         # Between the updates of a batch a group may heal, and in a validation it can't.
         admits = self._in_pass() and self._may_heal_next()
-        committed = manager.should_commit(patience, no_update=True, admits=admits)
+        committed = manager.should_commit(self._patience, no_update=True, admits=admits)
         self._votes += committed
         self._together += committed
         self._where, self._open = None, False
@@ -270,10 +273,14 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         right = {tuple(called) for *called, together in said if together == most}
         if all(tuple(called) in right for *called, _ in said) and len(right) == 1:
             return True
-        if manager.participating_rank() is None or right == {tuple(mine)}:
+        if right == {tuple(mine)}:
             manager.report_error(RuntimeError("another replica group has called something else"))
             return False
+        if manager.participating_rank() is None:
+            return False
         others = {NAMES[called[0]] for *called, _ in said if called != mine}
+        if len(right) > 1:  # all raise: none leaves before the others have heard
+            manager.should_commit(self._patience, no_update=True)
         self._open = False
         manager.rejoin("called something other than its peers")
         raise RuntimeError(

@@ -16,6 +16,7 @@ import msgpack
 
 from ft_lightning.fabric.fabric_step import FabricStepMixin
 from ft_lightning.trainer.loggers import Loggers, adopt_log_places, log_places
+from lighthouse.wire.messages import MAX_CONTROL_BYTES
 
 
 class FabricLoggersMixin(FabricStepMixin):
@@ -68,7 +69,7 @@ class FabricLoggersMixin(FabricStepMixin):
     def _control(self) -> bytes:
         news = None if self._loggers is None else self._loggers.news()
         packed: bytes = b"" if news is None else msgpack.packb(news)
-        return packed
+        return packed if len(packed) <= MAX_CONTROL_BYTES else b""
 
     def _log_places(self) -> list[Any]:
         """For a healing peer: where the loggers write."""
