@@ -15,8 +15,8 @@ from typing import Any
 import msgpack
 
 from ft_lightning.fabric.fabric_step import FabricStepMixin
+from ft_lightning.trainer.decisions import MAX_CONTROL_BYTES
 from ft_lightning.trainer.loggers import Loggers, adopt_log_places, log_places
-from lighthouse.wire.messages import MAX_CONTROL_BYTES
 
 
 class FabricLoggersMixin(FabricStepMixin):

@@ -10,40 +10,7 @@ from tests.ft_accelerate.installed import accelerate, installed
 from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
 
-SCRIPT = """
-import hashlib, os, sys
-from pathlib import Path
-import torch
-from accelerate import Accelerator
-
-accelerator = Accelerator(cpu=True)
-torch.manual_seed(0)
-net = torch.nn.Linear(4, 1)
-data = torch.utils.data.TensorDataset(torch.randn(64, 4))
-model, optimizer, loader = accelerator.prepare(
-    net, torch.optim.SGD(net.parameters(), 0.01), torch.utils.data.DataLoader(data, 4))
-fails = (accelerator.process_index, os.environ["FT_RESTARTS"]) == (1, "0")
-for epoch in range(3):
-    for index, (batch,) in enumerate(loader):
-        try:
-            loss = model(batch).mean()
-            if fails and (epoch, index) == (1, 3):
-                raise torch.OutOfMemoryError("no memory is left")
-            accelerator.backward(loss)
-            optimizer.step()
-        except RuntimeError:
-            continue  # the next batch may be a smaller one
-        finally:
-            optimizer.zero_grad()
-        if index % 2:
-            accelerator.gather(loss.detach())
-weights = hashlib.sha256(net.weight.detach().numpy().tobytes()).hexdigest()
-Path(sys.argv[1], str(accelerator.process_index)).write_text(weights)
-"""
-
-
-# Nothing is raised, and no operation tells where the processes are.
-WITHOUT_A_WORD = """
+BEGINS = """
 import hashlib, os, sys
 from pathlib import Path
 import torch
@@ -56,6 +23,31 @@ data = torch.utils.data.TensorDataset(torch.randn(64, 4))
 model, optimizer, loader = accelerator.prepare(
     net, torch.optim.SGD(net.parameters(), 0.01), torch.utils.data.DataLoader(data, 4))
 leaves_out = (accelerator.process_index, os.environ["FT_RESTARTS"]) == (1, "0")
+"""
+ENDS = """
+weights = hashlib.sha256(net.weight.detach().numpy().tobytes()).hexdigest()
+Path(sys.argv[1], str(accelerator.process_index)).write_text(weights)
+"""
+
+CATCHES = """
+for epoch in range(3):
+    for index, (batch,) in enumerate(loader):
+        try:
+            loss = model(batch).mean()
+            if leaves_out and (epoch, index) == (1, 3):
+                raise torch.OutOfMemoryError("no memory is left")
+            accelerator.backward(loss)
+            optimizer.step()
+        except RuntimeError:
+            continue  # the next batch may be a smaller one
+        finally:
+            optimizer.zero_grad()
+        if index % 2:
+            accelerator.gather(loss.detach())
+"""
+
+# Nothing is raised, and no operation tells where the processes are.
+WITHOUT_A_WORD = """
 for epoch in range(20):
     for index, (batch,) in enumerate(loader):
         if leaves_out and (epoch, index) == (1, 3):
@@ -63,8 +55,6 @@ for epoch in range(20):
         accelerator.backward(model(batch).mean())
         optimizer.step()
         optimizer.zero_grad()
-weights = hashlib.sha256(net.weight.detach().numpy().tobytes()).hexdigest()
-Path(sys.argv[1], str(accelerator.process_index)).write_text(weights)
 """
 
 
@@ -80,7 +70,7 @@ def test_a_process_that_leaves_out_a_batch_without_a_word_is_found(tmp_path: Pat
 @pytest.mark.process
 def test_a_process_that_leaves_out_a_batch_alone_is_started_again(tmp_path: Path) -> None:
     """It can't tell the error of its own batch from that of a process which has diverged from the others."""
-    said = run(SCRIPT, tmp_path)
+    said = run(CATCHES, tmp_path)
     assert (
         "script has caught an error and goes on, after which it can't train: this replica" in said
     )
@@ -88,10 +78,10 @@ def test_a_process_that_leaves_out_a_batch_alone_is_started_again(tmp_path: Path
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
 
 
-def run(source: str, tmp_path: Path) -> str:
-    """What a launcher of two replica groups says of this script, which gets `tmp_path`."""
+def run(loop: str, tmp_path: Path) -> str:
+    """What a launcher of two replica groups says of a script with this loop, which gets `tmp_path`."""
     script = tmp_path / "train.py"
-    script.write_text(source)
+    script.write_text(BEGINS + loop + ENDS)
     flags = ["--cpu", "--num_processes", "2", "--fault_tolerance_min_replicas", "2"]
     command = [*accelerate("launch")[1:], *flags, str(script), str(tmp_path)]
     env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
