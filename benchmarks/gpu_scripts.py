@@ -80,7 +80,7 @@ SCRIPTS = [
     Script("transformers_trainer", "--epochs 60 --output_dir out"),
     Script(
         "train_lightning_diloco",
-        "--max-steps 3200 --sync-every 4 --progress",
+        "--max-steps 2000 --sync-every 4 --progress",
         "--accelerator gpu",
     ),
     Script("train_hsdp", "--steps 450 --pace-s 0", ranks=2),
@@ -88,11 +88,11 @@ SCRIPTS = [
     Script("Gloo between groups", "--steps 450 --pace-s 0 --gloo", file="train_hsdp", ranks=2),
     Script(
         "train_lightning_fsdp",
-        "--devices 1 --num-nodes 2 --max-steps 700",
+        "--devices 1 --num-nodes 2 --max-steps 2000",
         "--accelerator gpu",
         ranks=2,
     ),
-    Script("FSDP2", "--epochs 100", file="accelerate_loop", ranks=2, environment=SHARDED),
+    Script("FSDP2", "--epochs 80", file="accelerate_loop", ranks=2, environment=SHARDED),
 ]
 
 

@@ -188,11 +188,16 @@ class ClassicCudaDevice(CudaDevice):
         # the end of a collective shows that it is connected.
         backend.eager_connect_single_device(self._device)
         first = torch.zeros(1, device=self._device)
+        of_a_collective = backend.options._timeout
+        backend.set_timeout(
+            timedelta(seconds=timeout_s)
+        )  # of the next: a first connect takes seconds
         # It holds the lock that an abort needs until all members are connected. By default for up to
         # half an hour; torch asks once in a process.
         limit = {_CONNECT_LIMIT: os.environ.get(_CONNECT_LIMIT, str(math.ceil(timeout_s)))}
         with _environment(limit):
             work = backend.allreduce([first], dist.AllreduceOptions())
+        backend.set_timeout(of_a_collective)
         connected = self.end_of(work)
         give_up_at, overdue = time.monotonic() + timeout_s, Overdue()
         while not connected.query():

@@ -10,7 +10,9 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -373,6 +375,42 @@ def test_a_classic_backend_is_made_so_that_its_threads_end_nothing(
     )
     known = header.read_text()
     assert all(f'"{name}"' in known for name in told)
+
+
+class Classic:
+    """As torch's classic backend (its header): a collective has the backend's timeout of when it was called."""
+
+    def __init__(self, options: Any) -> None:
+        self.options, self.limits_s = options, list[float]()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        pass
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> None:
+        self.limits_s.append(self.options._timeout.total_seconds())
+
+    def query(self) -> bool:
+        return True
+
+
+def test_a_classic_backend_connects_within_the_time_for_connecting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first collective connects it. The others have the group's timeout again."""
+    assert hasattr(dist.ProcessGroupNCCL, "set_timeout")
+    assert hasattr(dist.ProcessGroupNCCL, "options")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2)
+    backend, device = Classic(options), ClassicCudaDevice(0)
+    monkeypatch.setattr(device, "_device", torch.device("cpu"))
+    monkeypatch.setattr(device, "end_of", lambda work: backend)
+    rendezvous: Any = None  # the classic backend has met its members
+    device.connect(backend, rendezvous, 60.0)
+    backend.allreduce([], None)
+    assert backend.limits_s == [60.0, 2.0]
 
 
 @pytest.mark.parametrize(("dumps", "warns"), [(None, True), ("1", True), ("0", False)])
