@@ -102,14 +102,23 @@ def machine_file(purpose: str, subject: str, kind: str) -> Path:
     return Path(tempfile.gettempdir()) / f"{purpose}-{os.getuid()}-{digest}.{kind}"
 
 
-def machine_lock(purpose: str, subject: str) -> int:
-    """Wait for a lock that one process of this user on this machine holds at a time.
+@contextlib.contextmanager
+def machine_lock(purpose: str, subject: str) -> Iterator[None]:
+    """Be the only process of this user on this machine in such a block; wait until it is free.
 
-    `purpose` is part of the lock file's name, as is a hash of `subject` (any text). Returns a
-    descriptor: the lock is released when it is closed, or when this process ends. Any thread.
+    `purpose` is part of the lock file's name, as is a hash of `subject` (any text). The file goes with the block, and
+    the lock with this process if that is killed. Any thread.
     """
     path = machine_file(purpose, subject, "lock")
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
+    while True:
+        descriptor = os.open(path, flags, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            break
+        os.close(descriptor)  # the one before has removed this file: the next may hold another
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)

@@ -264,13 +264,12 @@ class StartupCollectives:
         if self._has_turn:
             yield
             return
-        lock = machine_lock("ft_accelerate", self._ranks.options.job_id)
-        self._has_turn = True
-        try:
-            yield
-        finally:
-            self._has_turn = False
-            os.close(lock)
+        with machine_lock("ft_accelerate", self._ranks.options.job_id):
+            self._has_turn = True
+            try:
+                yield
+            finally:
+                self._has_turn = False
 
     def operation(self, kind: Kind, attempt: Attempt, alone: Callable[[], Any]) -> Any:
         """As `Runtime.operation`."""

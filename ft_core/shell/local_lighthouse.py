@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,14 +33,11 @@ def ensure_local_lighthouse(
     thread; blocks for about 0.3 s if one must be started.
     """
     address = f"tcp://127.0.0.1:{port}"
-    lock = machine_lock("ft-lighthouse", str(port))
-    try:
+    with machine_lock("ft-lighthouse", str(port)):
         if _answers(address):
             log.warning("no TORCHFT_LIGHTHOUSE set: using the lighthouse at %s", address)
             return address
         _start(address, exit_when_idle_s)
-    finally:
-        os.close(lock)
     log.warning(
         "no TORCHFT_LIGHTHOUSE set: started a lighthouse at %s; it ends after %g s without "
         "replica groups",

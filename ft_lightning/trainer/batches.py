@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
@@ -609,11 +608,8 @@ class Preparing:
         @functools.wraps(prepare)  # Lightning asks whether it is overridden
         def prepare_data() -> None:
             vars(owner).pop("prepare_data", None)  # it may pickle its owner
-            lock = machine_lock("ft_lightning", self._subject)
-            try:
+            with machine_lock("ft_lightning", self._subject):
                 prepare()
-            finally:
-                os.close(lock)
 
         return prepare_data
 

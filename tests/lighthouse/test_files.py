@@ -1,4 +1,4 @@
-"""A file is replaced whole: by a block that ends, that raises, that is killed."""
+"""A file is replaced whole: by a block that ends, that raises, that is killed. A lock of one machine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from lighthouse.files import draft_of, put_whole, remove_drafts, replace_whole
+from lighthouse.files import (
+    draft_of,
+    machine_lock,
+    put_whole,
+    remove_drafts,
+    replace_whole,
+)
 from tests.harness.waiting import PATIENCE_S
 
 
@@ -126,4 +133,48 @@ def test_a_folder_of_a_dead_process_goes(tmp_path: Path) -> None:
     left = draft.with_name(draft.name.replace(str(os.getpid()), str(dead.pid)))
     (left / "shards").mkdir(parents=True)
     remove_drafts(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_process_at_a_time_is_in_a_block_and_no_file_is_left(tmp_path: Path) -> None:
+    """Also where some come while the file of the one before is removed."""
+    log = tmp_path / "log"
+    script = (
+        "import os, sys\n"
+        "from lighthouse.files import machine_lock\n"
+        "for _ in range(200):\n"
+        "    with machine_lock('test', 'a subject'), open(sys.argv[1], 'a') as log:\n"
+        "        log.write(f'{os.getpid()} ')\n"
+        "        log.flush()\n"
+        "        log.write(f'{os.getpid()}\\n')\n"
+    )
+    command = [sys.executable, "-c", script, str(log)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    started = [subprocess.Popen(command, env=environment) for _ in range(4)]
+    assert [process.wait(PATIENCE_S) for process in started] == [0] * 4
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert len(lines) == 800
+    assert all(len(line) == 2 and len(set(line)) == 1 for line in lines)
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_a_killed_process_frees_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = (
+        "import time\n"
+        "from lighthouse.files import machine_lock\n"
+        "with machine_lock('test', 'a subject'):\n"
+        "    print('in', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"in\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        holder.kill()
+    with machine_lock("test", "a subject"):
+        assert len(list(tmp_path.iterdir())) == 1
     assert not list(tmp_path.iterdir())
