@@ -68,11 +68,6 @@ def uninstall() -> None:
     seams.take_out((*SEAMS, *METRICS))
 
 
-def check_seams() -> None:
-    """Raise RuntimeError, in one sentence, if a name that we replace has moved."""
-    seams.check(SEAMS, KNOWN)
-
-
 @dataclass
 class FaultToleranceKwargs(FaultTolerancePlugin, KwargsHandler):
     """
