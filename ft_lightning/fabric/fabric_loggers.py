@@ -71,10 +71,13 @@ class FabricLoggersMixin(FabricStepMixin):
         packed: bytes = b"" if news is None else msgpack.packb(news)
         return packed if len(packed) <= MAX_CONTROL_BYTES else b""
 
-    def _log_places(self) -> list[Any]:
-        """For a healing peer: where the loggers write."""
-        return [] if self._loggers is None else log_places(self._fabric)
+    def _logs(self) -> list[Any]:
+        """For a healing peer: where the loggers write, and the rows that they keep."""
+        if self._loggers is None:
+            return [[], []]
+        return [log_places(self._fabric), self._loggers.rows()]
 
-    def _take_log_places(self, told: list[Any]) -> None:
+    def _take_logs(self, told: list[Any]) -> None:
         if self._loggers is not None:
-            adopt_log_places(self._fabric, told)
+            adopt_log_places(self._fabric, told[0])
+            self._loggers.take_rows(told[1])

@@ -448,7 +448,7 @@ class FTFabricMixin(FabricSavesMixin):
             **self._tensors_to_heal(),
             "window": astuple(self._window.place),
             "results": list(self._window.results),
-            "logs": self._log_places(),
+            "logs": self._logs(),
             "lead": -1 if lead is None else self.progress.places.index(lead),
             "uncounted": 0 if lead is None else lead.uncounted,
             "schedulers": [s.state_dict() for s in self._schedulers],
@@ -483,7 +483,7 @@ class FTFabricMixin(FabricSavesMixin):
         self._healed, self._together = True, 0
         self._window.place = WindowPlace(*state["window"])
         self._window.results = list(state["results"])
-        self._take_log_places(state["logs"])
+        self._take_logs(state["logs"])
         for name in ("models", "optimizers", "schedulers"):
             for mine, its in zip(getattr(self, f"_{name}"), state[name], strict=True):
                 mine.load_state_dict(its)

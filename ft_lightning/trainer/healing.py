@@ -81,6 +81,7 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
         "should_stop": trainer.should_stop,
         "metrics": metrics,
         "logs": log_places(trainer),
+        "rows": trainer.strategy.kept_rows(),
         "checkpoint_names": trainer.strategy.checkpoint_names.state(),
         "trained": finetuning.trained(trainer),
         "loaded_in": Batches.loaded_in(trainer),
@@ -138,6 +139,7 @@ def restore(
     settle_counters(trainer)
     trainer.should_stop = state["should_stop"]
     adopt_log_places(trainer, state["logs"])
+    trainer.strategy.take_rows(state["rows"])
     trainer.strategy.checkpoint_names.load(state["checkpoint_names"])
     trainer.callback_metrics.update(state["metrics"])
     log.info(

@@ -2,8 +2,8 @@
 
 | this process | its rows (`log_metrics`) | other methods | `experiment` |
 |---|---|---|---|
-| waits for the first quorum | it keeps them: the leader is not known | nothing | a dummy |
-| follows | it keeps the last of them | the logger's own, which do nothing | the logger's dummy |
+| waits for the first quorum | wait: the leader is not known | nothing | a dummy |
+| follows | are kept only | the logger's own, which do nothing | the logger's dummy |
 | leads, and the logger is being opened | wait | wait | waits |
 | leads | the logger's own | the logger's own | the logger's own |
 | led, and was stopped meanwhile | as one that follows | as one that follows | as one that follows |
@@ -12,7 +12,8 @@
 The first leader opens its loggers as under stock `ddp`: in the loop's thread, where an error ends the
 fit. When leadership moves, all others would wait for that. So the next leader opens them in a thread
 of its own, and its calls wait in order. It first asks the store how far the dead leader had come
-(`_last_steps`), and writes what is missing from the rows that it has kept.
+(`_last_steps`), and writes what is missing from the rows that it has kept. Each process keeps its last rows, the
+leader, too: a peer that heals takes them (`Loggers.rows`), since that may lead before all of them are in the store.
 
 All write to one place: a version of a directory, or a run that is continued. Which one that is the
 leader says with the commit of a step, once in each quorum; and it is part of the state that heals.
@@ -116,7 +117,7 @@ class Relay:
             self.follow()
         if name == "log_metrics" and not self._counts():
             return None
-        if self.part in (Part.WAITS, Part.FOLLOWS) and name == "log_metrics":
+        if self.part is not Part.LEFT and name == "log_metrics":
             row = _row(*args, **kwargs)
             if row is not None:
                 self._rows.append(row)
@@ -201,7 +202,8 @@ class Relay:
         self.await_open()  # that it was opening when it last lost the lead
         self.part = Part.LEADS
         if takes_over:
-            self._opening = Opening("ft_lightning logger", self._open, self._fail)
+            opens = partial(self._open, list(self._rows))
+            self._opening = Opening("ft_lightning logger", opens, self._fail)
 
     def begin(self) -> None:
         """This process is the first to write in this fit: write what it logged before the first quorum."""
@@ -209,17 +211,24 @@ class Relay:
             self._last = _last_steps(self.logger)  # of a fit that goes on
             for row in self._rows:
                 self._call("log_metrics", row, {})
-            self._rows.clear()
             self._last = None
 
-    def _open(self) -> None:
+    def rows(self) -> list[Any]:
+        """The rows that are kept and consist of plain numbers, which travel to a peer that heals."""
+        return [[row, step] for row, step in self._rows if _is_plain(row, step)]
+
+    def take_rows(self, rows: Sequence[Any]) -> None:
+        """Keep those of a peer, which has logged while this process was away."""
+        if self.part is not Part.LEFT:
+            self._rows = deque(((row, step) for row, step in rows), maxlen=KEPT_ROWS)
+
+    def _open(self, kept: Sequence[Any]) -> None:
         keep_metrics(self.logger)
         if hasattr(self._cls, "experiment"):
             _ = self.logger.experiment
         self._last = _last_steps(self.logger)
-        while self._rows and self._last is not None:
-            self._call("log_metrics", self._rows.popleft(), {})
-        self._rows.clear()
+        for row in kept if self._last is not None else ():
+            self._call("log_metrics", row, {})
         if hasattr(self._cls, "save"):
             self._call("save", (), {})
 
@@ -260,6 +269,10 @@ class Relay:
 
 def _row(metrics: Any = None, step: Any = None, *rest: Any) -> tuple[dict[str, Any], Any] | None:
     return (dict(metrics), step) if isinstance(metrics, Mapping) else None
+
+
+def _is_plain(row: Mapping[str, Any], step: Any) -> bool:
+    return all(type(each) in (int, float) for each in (*row.values(), step or 0))
 
 
 # ---------------------------------------------------------------------- all of a fit
@@ -320,6 +333,15 @@ class Loggers:
         """As `Relay.end`, of all."""
         for relay in self._relays:
             relay.end()
+
+    def rows(self) -> list[Any]:
+        """As `Relay.rows`, of each."""
+        return [relay.rows() for relay in self._relays]
+
+    def take_rows(self, told: Sequence[Any]) -> None:
+        """As `Relay.take_rows`, of each."""
+        for relay, rows in zip(self._relays, told, strict=False):
+            relay.take_rows(rows)
 
     def news(self) -> list[Any] | None:
         """What the leader adds to its vote: where it writes. None: all members of this quorum know."""

@@ -325,6 +325,15 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._resumption.took_over()
             self._record_end()
 
+    def kept_rows(self) -> list[Any]:
+        """For a healing peer: the rows that each logger keeps."""
+        return [] if self._loggers is None else self._loggers.rows()
+
+    def take_rows(self, told: list[Any]) -> None:
+        """Take a peer's `kept_rows`."""
+        if self._loggers is not None:
+            self._loggers.take_rows(told)
+
     def _adopt_model(self) -> None:
         """The model is set up: have its gradients averaged, if that is not done by its wrapper."""
 

@@ -140,6 +140,27 @@ def test_the_next_leader_goes_on_in_the_same_place_and_writes_what_is_missing(
         process.trainer.loggers[0].finalize("success")  # ends TensorBoard's threads
 
 
+def test_one_that_heals_keeps_the_rows_that_its_peers_have_logged(tmp_path: Path) -> None:
+    """It was away when they logged, and leads when the leader dies, which has held these rows back."""
+    leader, back = processes = [Process(CSVLogger(tmp_path, "csv")) for _ in range(2)]
+    for process in processes:
+        process.meet(process is leader)
+    logger = leader.trainer.loggers[0]
+    for step in range(3):
+        logger.log_metrics({"loss": 1.0}, step)
+    back.loggers.hear(leader.loggers.news() or [])
+    back.loggers.take_rows(leader.loggers.rows())
+    for process in processes:
+        ROLE.rank = 0 if process is leader else 1
+        process.trainer.loggers[0].log_metrics({"loss": 1.0, "text": "of no number"}, 3)
+    assert [step for _, step in leader.loggers.rows()[0]] == [0, 1, 2]
+    back.meet(True, takes_over=True)
+    back.open()
+    back.log(True, {"loss": 1.0}, 4)
+    assert steps_of(tmp_path, make_csv) == list(range(5))
+    back.loggers.end()
+
+
 @pytest.mark.parametrize("make", [make_csv, make_tensorboard, make_mlflow])
 def test_a_leader_that_was_stopped_meanwhile_writes_nothing_until_it_leads_again(
     tmp_path: Path, make: Callable[[Path], Logger]
