@@ -69,6 +69,11 @@ class LaterRows:
             write()
             self._slot.logged(number)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether an evaluation is."""
+        return self._leads is not None
+
     def end(self, *, waits: bool) -> None:
         """The evaluation is over: the loggers are themselves again. `waits`: it has ended regularly, and this is
         the first rank of its replica group, which waits for the leader. If that dies, one of them leads."""

@@ -257,6 +257,7 @@ class CheckpointMixin(_Base):
     _resumption: Resumption | None = None
     _ranks_hold: str
     scope: Scope
+    _leader: bool
     _follows: Callable[[], bool]
     _still_leads: Callable[[], bool]
 
@@ -345,6 +346,15 @@ class CheckpointMixin(_Base):
         saved = self._resumption.saved if self._resumption is not None else None
         if whole and saved is not None and self.is_global_zero and "optimizer_states" in checkpoint:
             saved(filepath)
+
+    def _make_up_saves(self) -> None:
+        """The leader before is dead: save what it may not have saved, and record the end of the fit."""
+        self._checkpoints.make_up()
+        module, resumption = self.lightning_module, self._resumption
+        ends_fit = module is not None and module.trainer.state.fn == "fit"
+        if resumption is not None and ends_fit and self._leader:
+            resumption.took_over()
+            self._record_end()
 
     def _record_end(self) -> None:
         """This process writes, and the fit has ended: one that comes back passes over it.

@@ -30,6 +30,7 @@ from ft_core.heal import digest
 from ft_lightning.shared.registration import SHARDED
 from ft_lightning.shared.shard_groups import ShardGroupMixin
 from ft_lightning.trainer import healing, leader
+from ft_lightning.trainer.later_rows import make_up_rows
 from ft_lightning.trainer.saves import local_path
 from ft_lightning.trainer.strategy import FTDDPMixin
 from lighthouse.files import remove_whole
@@ -184,14 +185,15 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
             return super()._writes_checkpoint()
         with self.where_ranks_meet():
             leads: bool = self._in_group.from_rank_0(self._still_leads)
-        if leads and self._over:
-            self._checkpoints.make_up()
+        if leads and self._over and self._checkpoints.held:
+            self._make_up_saves()
         return leads
 
     def _on_takeover(self) -> None:
         """Rank 0 finds it out, alone. A folder is written by all ranks, where they meet next."""
-        if self._save_distributed_checkpoint:
+        if self._save_distributed_checkpoint and self._checkpoints.held:
             leader.keep_logs(self._trainer)
+            make_up_rows()
         else:
             super()._on_takeover()
 

@@ -320,10 +320,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def _on_takeover(self) -> None:
         leader.keep_logs(self._trainer)
         make_up_rows()
-        self._checkpoints.make_up()
-        if self._resumption is not None and self._trainer.state.fn == "fit":
-            self._resumption.took_over()
-            self._record_end()
+        self._make_up_saves()
 
     def kept_rows(self) -> list[Any]:
         """For a healing peer: the rows that each logger keeps."""
@@ -624,6 +621,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         trainer = getattr(self.lightning_module, "_trainer", None)  # None: the launcher has failed
         if (rows := later_rows()) is not None:
             well = trainer is not None and not trainer.interrupted
+            if well and rows.under_way:  # with all ranks of the leading group it is over
+                self._in_group.barrier(limited=False)
             rows.end(waits=well and self.scope.group_rank == 0)
         if trainer is not None and trainer.state.fn == "fit" and not self._met:
             passes = self._resumption is not None and self._resumption.passes_over

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies import model_parallel
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -41,11 +42,12 @@ OPTIONS: dict[str, Any] = {
     "dies": {},  # {"<global step>": number}: it is killed in that step's backward, in its first life
     "dies_in_save": False,  # the second rank of the first group that saves: all ranks have written by then
     "options": {},  # of the strategy
+    "dies_in_test": "",  # "step" or "end" of a test after each case: the second rank of the leading group, held there
     "own_start": False,  # each replica group begins with other parameters
     "devices": 1,
     "nodes": 1,  # of a replica group, each with `devices` of its processes
     "after_fit": False,  # each case ends with the script's own save, to <log>/final.ckpt, and a validation
-    "holds": [],  # "step:<global step>", "dies_in_save", "saved"
+    "holds": [],  # "step:<global step>", "dies_in_save", "saved", "dies_in_test"
 }
 GROUPS, RANKS = 2, 2
 SAMPLES, BATCH = 48, 2
@@ -67,6 +69,7 @@ class ShardedModel(LightningModule):
         super().__init__()
         self.case, self.options, self.files = case, options, files
         self.net: Any = None
+        self.leads = False  # its replica group, when a test begins
         self.injected: set[int] = set()
 
     def prepare_data(self) -> None:
@@ -114,6 +117,21 @@ class ShardedModel(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._may_die("step")
+        self.log("test_loss", self._loss(batch), sync_dist=True)
+
+    def on_test_end(self) -> None:
+        (self.files.folder / f"{self.files.name}.tested").touch()
+        self._may_die("end")
+
+    def _may_die(self, place: str) -> None:
+        if place == self.options["dies_in_test"] and self.leads and dist.get_rank() == 1:
+            (self.files.folder / f"{self.files.name}.died").touch()
+            self.files.at("dies_in_test")
+            self.files.die_once(True)
 
     def _loss(self, batch: Any) -> Tensor:
         scores = self.net(batch[0].to(self.net[2].weight.dtype))
@@ -186,7 +204,7 @@ def fit(case: str, options: dict[str, Any], files: Log, **given: Any) -> Trainer
         gradient_clip_val=None if case == "tensor" else 0.5,  # torch has no norm over two meshes
         precision={"half": "bf16-true", "mixed": "bf16-mixed"}.get(case, "32-true"),
         default_root_dir=str(files.folder / case),
-        logger=False,
+        logger=CSVLogger(files.folder, "logs") if options["dies_in_test"] else False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_epochs": 1, "enable_checkpointing": False, **given},
@@ -202,6 +220,12 @@ def train(case: str, options: dict[str, Any], files: Log) -> Trainer:
         trainer.save_checkpoint(files.folder / "final.ckpt")
         files.at("saved")
         trainer.validate(trainer.lightning_module, trainer.val_dataloaders, verbose=False)
+        return trainer
+    if options["dies_in_test"]:
+        trainer = fit(case, options, files, callbacks=[Steps()])
+        model: Any = trainer.lightning_module
+        model.leads = trainer.strategy.broadcast(trainer.is_global_zero)
+        trainer.test(model, trainer.val_dataloaders, verbose=False)
         return trainer
     if case not in ("folder", "full"):
         return fit(case, options, files, callbacks=[Steps()])
@@ -254,7 +278,7 @@ def main(options: dict[str, Any]) -> None:
             "norm": sum(
                 float(p.detach().float().full_tensor().norm()) for p in module.parameters()
             ),
-            "val_loss": float(trainer.callback_metrics["val_loss"]),
+            "val_loss": float(trainer.callback_metrics.get("val_loss", 0.0)),
             "leader": trainer.is_global_zero,
         }
         (Path(options["log"]) / f"{files.name}.{case}").write_text(json.dumps(result))

@@ -14,6 +14,7 @@ from ft_core.launch.rank_group import free_port
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Line, Run
 from tests.harness.runs import ended
+from tests.harness.trackers import in_csv
 
 pytestmark = pytest.mark.process
 
@@ -126,6 +127,25 @@ def test_the_leading_group_dies_in_the_scripts_own_save_after_the_fit(tmp_path: 
         run.wait(supervisor)
     assert [result(run, rank, "plain")["leader"] for rank in others] == [True, False]
     assert len(list((tmp_path / "final.ckpt").glob("*.distcp"))) == 2
+
+
+@pytest.mark.parametrize("place", ["step", "end"])
+def test_a_rank_of_the_leading_group_dies_in_the_last_test(tmp_path: Path, place: str) -> None:
+    """Its row is logged, and the script has an end. The row was missing; or it was there, the other group had
+    ended, and the job's exit code was that of the dead rank."""
+    options: dict[str, Any] = {"dies_in_test": place, "devices": 4}
+    options |= {"options": {"keep_state_s": 0, "warm_start": False}}
+    with sharded(tmp_path, holds=["dies_in_test", "life:2"], **options) as run:
+        supervisor = run.start()
+        run.until(lambda: any(tmp_path.glob("*.died")), "the test")
+        (path,) = tmp_path.glob("*.died")
+        first = 2 - int(path.stem) // 2 * 2  # of the other group
+        run.until((tmp_path / f"{first}.tested").exists, "the other group's test")
+        run.go("dies_in_test")
+        run.wait(supervisor)
+        assert "missing" not in run.output()
+    assert [result(run, first + rank, "plain")["leader"] for rank in (0, 1)] == [True, False]
+    assert len(in_csv(tmp_path / "logs", "test_loss")) == 1
 
 
 def test_a_hot_spare_of_two_ranks_takes_over_within_a_step(
