@@ -239,12 +239,13 @@ def _contribute(written: Path, parts: Path, final: Path) -> None:
     """Bring this process's own files to the checkpoint, whether it is there yet or not."""
     own = [path for path in written.iterdir() if OWN.match(path.name)]
     for path in own:
-        try:
-            path.replace(final / path.name)
-        except OSError:  # the main process is not done
+        # It may be done between any two of these, and removes `parts` then.
+        for folder in (final, parts, final):
             with contextlib.suppress(OSError):
-                parts.mkdir(exist_ok=True)
-                path.replace(parts / path.name)
+                if folder == parts:
+                    parts.mkdir(exist_ok=True)
+                path.replace(folder / path.name)
+                break
     if final.exists():  # it may have become so, after it had looked for parts
         _bring(parts, final)
 

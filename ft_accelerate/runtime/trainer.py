@@ -360,12 +360,9 @@ def _checkpoint(
     def write() -> None:
         original(self, model, trial, *args, **kwargs)
 
-    while True:
+    published = _write(write, self, Path(run_dir), Path(final))
+    while not _published_by_any(runtime, published):
         published = _write(write, self, Path(run_dir), Path(final))
-        # Only now: one that has just come back to its peers has their state since the barrier.
-        best = state.global_step in (state.best_global_step, _best_step(self))
-        if not best or _published_by_any(runtime, published):
-            break
     if state.best_global_step == state.global_step:
         state.best_model_checkpoint = final
     if self.args.push_to_hub and runtime.live:

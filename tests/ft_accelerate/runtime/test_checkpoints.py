@@ -97,3 +97,26 @@ def test_the_folder_goes_while_it_is_looked_through(
     assert removed
     assert (tmp_path / "state" / "random_states_0.pkl").read_text() == "mine"
     assert not root.exists()
+
+
+def test_the_main_process_is_done_while_another_brings_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds nothing in the folder that the other has just made for them, and removes it: they used to be lost."""
+    root, final, mkdir, saved = tmp_path / FOLDER, tmp_path / "state", Path.mkdir, []
+
+    def write(index: int, draft: Path) -> Path:
+        (draft / f"random_states_{index}.pkl").write_text(str(index))
+        return draft
+
+    def main_is_done(path: Path, *args: Any, **kwargs: Any) -> None:
+        mkdir(path, *args, **kwargs)
+        if path == root / "state.parts" and not saved:
+            saved.append(path)
+            publish(final, root, ranks(0), partial(write, 0), lambda: True)
+
+    monkeypatch.setattr(Path, "mkdir", main_is_done)
+    publish(final, root, ranks(1), partial(write, 1), lambda: False)
+    assert saved
+    assert {path.name for path in final.iterdir()} == {f"random_states_{i}.pkl" for i in (0, 1)}
+    assert not root.exists()

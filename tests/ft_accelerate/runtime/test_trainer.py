@@ -388,6 +388,19 @@ def test_the_main_process_dies_in_the_scripts_last_save_and_the_other_writes(
         assert (tmp_path / "checkpoints" / name).exists(), name
 
 
+def test_the_main_process_dies_in_the_last_checkpoint_and_the_other_writes_it(
+    tmp_path: Path,
+) -> None:
+    """It was absent, also where it was the only one; and the exit code was 0."""
+    command = launched(TRAINER, tmp_path, 2, {}, "--save_steps", "4", "--max_steps", "4")
+    env = installed(tmp_path / "site", TRAINER_KILLS="0:0:writing:1")
+    said = run(command, env, tmp_path)
+    assert "was killed by SIGKILL" in said
+    written = load_file(tmp_path / "checkpoints" / "checkpoint-4" / "model.safetensors")
+    written["lm_head.weight"] = written["transformer.wte.weight"]  # tied
+    assert digest(written) == json.loads((tmp_path / "1.end").read_text())["weights"]
+
+
 def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:
     """One process of a group is killed; the group comes back as a whole. The oracle's two processes
     have had the same batches in two halves: equal to rounding, and all four bit for bit."""
