@@ -64,14 +64,18 @@ class SharedTrainerState(FollowsTheScript):
                 control.should_epoch_stop = state["args"]["should_epoch_stop"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; empty once the Trainer is gone."""
+        """Plain data; empty once the Trainer is gone. Raises TypeError for what Trainer could not save either."""
         trainer = self._trainer()
         if trainer is None:  # it was collected, its accelerator was not
             return {}
         scheduler = trainer.lr_scheduler
+        callbacks = (
+            _in_json([type(c).__name__, c.state()], f"the state of {type(c).__name__}")
+            for c in _exportable(trainer)
+        )
         return {
-            "state": json.dumps(dataclasses.asdict(trainer.state)),
-            "callbacks": json.dumps([[type(c).__name__, c.state()] for c in _exportable(trainer)]),
+            "callbacks": f"[{', '.join(callbacks)}]",
+            "state": _in_json(dataclasses.asdict(trainer.state), "Trainer's state (a logged row)"),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "rates": _rates(trainer),
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
@@ -146,6 +150,16 @@ def _exportable(trainer: Any) -> list[Any]:
 
     all_ = [*trainer.callback_handler.callbacks, trainer.control]
     return [callback for callback in all_ if isinstance(callback, ExportableState)]
+
+
+def _in_json(value: Any, name: str) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} can neither travel to a process that comes back nor be in a checkpoint of Trainer: "
+            f"{error}. Make it numbers, texts, lists and dicts"
+        ) from None
 
 
 def _counted(trainer: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ft_accelerate.runtime.peer_state import dump, load_optimizer, moments, restore
+from ft_accelerate.runtime.trainer_state import SharedTrainerState
 
 
 def test_moments_keep_their_type_and_have_one_order() -> None:
@@ -105,3 +107,35 @@ def test_rates_that_a_replay_has_set_are_the_peers_again() -> None:
     assert mine._optimizers[0].optimizer.param_groups[0]["lr"] == 0.1
     assert mine._custom_objects[0].num_bad_epochs == 0
     assert all(torch.equal(p, q) for p, q in zip(mine._models[0].parameters(), before, strict=True))
+
+
+def test_what_a_trainer_could_not_save_is_named() -> None:
+    """It used to be "Object of type set is not JSON serializable", from our own functions."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.trainer_callback import ExportableState, TrainerState
+
+    class Seen(transformers.TrainerCallback, ExportableState):
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"seen": seen}}
+
+    class Stub(SimpleNamespace):
+        """Can be referred to weakly."""
+
+    seen: Any = {1, 2}
+    trainer = Stub(
+        state=TrainerState(),
+        callback_handler=SimpleNamespace(callbacks=[Seen()]),
+        control=transformers.TrainerControl(),
+        lr_scheduler=None,
+        optimizer=None,
+        current_flos=0.0,
+    )
+    shared = SharedTrainerState(trainer)
+    with pytest.raises(TypeError, match=r"the state of Seen can neither travel .* type set is not"):
+        shared.state_dict()
+    seen = sorted(seen)
+    names = [name for name, _ in json.loads(shared.state_dict()["callbacks"])]
+    assert names == ["Seen", "TrainerControl"]
+    trainer.state.log_history.append({"loss": torch.zeros(())})
+    with pytest.raises(TypeError, match=r"\(a logged row\) .* type Tensor is not"):
+        shared.state_dict()
