@@ -41,7 +41,7 @@ SHOWN_BATCHES = 1
 through: enough for its variables to exist."""
 
 _later_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Prepared in mid-training, and not begun yet."""
+"""Prepared in mid-training."""
 
 _first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Of each loader that was fast-forwarded."""
@@ -138,9 +138,8 @@ class _Pass:
         if self._generator is not None and state is not None:
             self._generator.set_state(state)
             iteration.generator_state = state
-        later = loader in _later_loaders
-        _later_loaders.discard(loader)
-        if not iteration.yielded and (own is not None or later):
+        # In each pass: what is the first one of a process that comes back is a later one of its peers.
+        if not iteration.yielded and (own is not None or loader in _later_loaders):
             self._take_order_of_main()
         if is_stateful(loader):
             return self._start_stateful()

@@ -4,7 +4,8 @@
 
 At once: two models are trained on the same batches, each by its own Accelerator. One after the
 other: each trains a model on data of its own. "folds": one Accelerator trains one after the other, and
-each process draws weights of its own. "seedable": so it does, and is seeded once.
+each process draws weights of its own. "seedable": so it does, and is seeded once. "evaluates": on data that
+it prepares when the first epoch is over, in an order that is drawn.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ OPTIONS: dict[str, Any] = {
     "one_by_one": False,
     "folds": False,
     "seedable": False,
+    "evaluates": False,
     "epochs": 3,
     "samples": 64,
-    "holds": [],  # places to wait at: "step-<stage>-<step>"
+    "holds": [],  # places to wait at: "step-<stage>-<step>", "evaluation-<epoch>-<index>"
     "inject": {},
 }
 
@@ -48,7 +50,7 @@ def train(options: dict[str, Any], stage: int, widths: list[int], accelerators: 
     batches: Any = accelerators[0].prepare(loader(options, stage))
     bare = [model(width) for width in widths]
     pairs = [a.prepare(*each) for a, each in zip(accelerators, bare, strict=True)]
-    step = 0
+    step, held_out = 0, None
     for epoch in range(options["epochs"]):
         for index, (x, y) in enumerate(batches):
             log.at(f"step-{stage}-{step}")
@@ -79,6 +81,11 @@ def train(options: dict[str, Any], stage: int, widths: list[int], accelerators: 
                 count=0,
                 rows=x[:, 0].tolist(),
             )
+        if options["evaluates"]:
+            held_out = held_out or accelerators[0].prepare(loader(options, 3))
+            for index, (x, _) in enumerate(held_out):
+                log.at(f"evaluation-{epoch}-{index}")
+                assert accelerators[0].gather(x).shape == (2 * len(x), 8)
     log.end(step=step, digest=digest(parameters))
 
 

@@ -44,6 +44,20 @@ def test_a_model_and_a_loader_that_are_prepared_later_are_alike_in_all(
     assert run.end(0)["digest"] == run.end(1)["digest"]
 
 
+def test_a_loader_that_is_prepared_later_may_be_in_its_second_pass_when_one_comes_back(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """That is the first one that it draws an order for. Trainer has such a loader: that of its evaluations, with
+    `dataloader_persistent_workers` and `group_by_length`. It took the order in an operation that its peers had
+    done in the first pass only, and raised, in each of its lives."""
+    options = {"folds": True, "evaluates": True, "holds": ["evaluation-1-2"]}
+    with running(tmp_path, lighthouse, WORKER, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="evaluation-1-2", of=0)
+        run.wait(zero, one)
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+
+
 def test_killed_in_the_second_training_it_does_not_join_with_the_first(
     tmp_path: Path, lighthouse: str
 ) -> None:
