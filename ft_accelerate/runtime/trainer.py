@@ -79,6 +79,10 @@ RESULTS = frozenset(
     ("on_log", "on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_push_begin")
 )
 """Events about results: a process that fast-forwards has none."""
+SEARCHES = (
+    "hyperparameter_search trains once for each trial, and one process draws the trials for all, which can't be "
+    "protected: let the search start each trial as a job of its own, or run it without fault tolerance"
+)
 KNOWN = "transformers 4.57 to 5.24"
 
 
@@ -264,6 +268,13 @@ def _save_pretrained(
     if is_main_process:
         return write(True)
     return runtime.saves.save(lambda: write(False), lambda: write(True))
+
+
+@while_active
+def _hyperparameter_search(runtime: Runtime, original: Any, self: Any, *args: Any, **k: Any) -> Any:
+    if runtime.num_processes > 1:
+        raise ValueError(SEARCHES)
+    return original(self, *args, **k)
 
 
 def _with_our_barrier(dist: Any) -> Any:
@@ -465,6 +476,7 @@ SEAMS = seams.table(
                 ("self", "metrics", "trial"),
                 _determine_best_metric,
             ),
+            ("Trainer.hyperparameter_search", ("self",), _hyperparameter_search),
             ("Trainer.is_world_process_zero", ("self",), is_main),
             ("Trainer.is_local_process_zero", ("self",), is_main),
             ("dist", (), _with_our_barrier),

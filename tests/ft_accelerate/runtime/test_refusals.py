@@ -301,3 +301,11 @@ def test_uninstalled_accelerate_has_its_own_code_back() -> None:
     assert shard.__module__ == "accelerate.data_loader"
     assert shard.__code__.co_filename.endswith("data_loader.py")
     assert accelerate.utils.operations.torch is torch
+
+
+def test_a_search_for_hyperparameters_is_refused() -> None:
+    """transformers tells the other processes of a trial past Accelerate: each trained with its own learning rate."""
+    transformers = pytest.importorskip("transformers")
+    accelerator()
+    with pytest.raises(ValueError, match="start each trial as a job of its own"):
+        transformers.Trainer.hyperparameter_search(object())
