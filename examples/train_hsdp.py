@@ -197,8 +197,10 @@ class Group:
     def _read(self) -> None:
         for line in self.process.stdout:
             say(f"group {self._number}: {line.rstrip()}")
-            if found := re.match(r"rank (\d+) is process (\d+)", line):
-                self.pids[int(found[1])] = int(found[2])
+            for rank, pid in re.findall(r"rank (\d+) is process (\d+)", line):
+                self.pids[int(rank)] = int(
+                    pid
+                )  # unbuffered, lines of two ranks may run into each other
             if found := re.match(r"step (\d+)", line):
                 self.step = int(found[1])
             if found := re.match(r"done: .*weights (\w+)", line):

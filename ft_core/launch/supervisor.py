@@ -619,7 +619,9 @@ def _how(exit_code: int, hung: bool) -> str:
 
 def say(speaker: str, text: str) -> None:
     """A line on stderr for the person who has started this. Any thread."""
-    print(f"{speaker}: {text}", file=sys.stderr, flush=True)
+    # In one piece also with PYTHONUNBUFFERED, beside the lines of other processes: `print` writes two.
+    sys.stderr.write(f"{speaker}: {text}\n")
+    sys.stderr.flush()
 
 
 def age_s() -> float:
