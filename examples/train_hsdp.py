@@ -197,10 +197,9 @@ class Group:
     def _read(self) -> None:
         for line in self.process.stdout:
             say(f"group {self._number}: {line.rstrip()}")
+            # Unbuffered, lines of two ranks may run into each other.
             for rank, pid in re.findall(r"rank (\d+) is process (\d+)", line):
-                self.pids[int(rank)] = int(
-                    pid
-                )  # unbuffered, lines of two ranks may run into each other
+                self.pids[int(rank)] = int(pid)
             if found := re.match(r"step (\d+)", line):
                 self.step = int(found[1])
             if found := re.match(r"done: .*weights (\w+)", line):

@@ -189,9 +189,8 @@ class ClassicCudaDevice(CudaDevice):
         backend.eager_connect_single_device(self._device)
         first = torch.zeros(1, device=self._device)
         of_a_collective = backend.options._timeout
-        backend.set_timeout(
-            timedelta(seconds=timeout_s)
-        )  # of the next: a first connect takes seconds
+        # Of the next one, which connects: for the first time that takes seconds.
+        backend.set_timeout(timedelta(seconds=timeout_s))
         # It holds the lock that an abort needs until all members are connected. By default for up to
         # half an hour; torch asks once in a process.
         limit = {_CONNECT_LIMIT: os.environ.get(_CONNECT_LIMIT, str(math.ceil(timeout_s)))}
