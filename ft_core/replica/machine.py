@@ -617,7 +617,7 @@ class Replica:
     @property
     def state_fetched(self) -> bool:
         """The state that this rank must load has arrived."""
-        return self.view is not None and self._fetched == self.view.position
+        return bool(self._fetched and self.view and self._fetched == self.view.position)
 
     @property
     def targets(self) -> tuple[messages.Member, ...]:
