@@ -216,8 +216,8 @@ class Attempts:
                 if may:  # the quorum is another one since
                     continue
                 raise QuorumUnavailable(
-                    f"no quorum within the timeout: {status.reason}; the lighthouse is "
-                    f"{session.lighthouse}"
+                    f"no quorum within {wait_s:g} s: {status.reason}; the lighthouse is "
+                    f"{session.lighthouse}. Start what it waits for, or set a longer quorum timeout"
                 )
             if not (heal and status.healing):
                 break
@@ -430,7 +430,8 @@ class Attempts:
         limit = self._options.max_retries
         if limit is not None and self._discards_in_a_row > limit:
             raise TooManyDiscards(
-                f"{self._discards_in_a_row} steps in a row were discarded, the last because: {reason}"
+                f"{self._discards_in_a_row} steps in a row were discarded, which is more than max_retries={limit}, "
+                f"the last because: {reason}. Mend that, or set a larger max_retries, or None for no limit"
             )
 
     def _move_shares(self, shares: Shares, part: Participation) -> None:

@@ -203,7 +203,9 @@ class _Lines:
     def say(self, line: str) -> None:
         """Print a line, stamped with the time of day."""
         try:
-            print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+            # In one piece: the process that keeps this one speaks here, too.
+            sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+            sys.stdout.flush()
         except (OSError, ValueError):
             pass  # the reader of our output is gone; the training goes on
 

@@ -94,7 +94,7 @@ class _Keeper:
             if code == 0 or not self._address:
                 return code if code >= 0 else 1
             ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-            print(f"lighthouse: its process ended ({ending}); it is started again", file=sys.stderr)
+            sys.stderr.write(f"lighthouse: its process ended ({ending}); it is started again\n")
             if time.monotonic() - began >= STEADY_S:
                 pause_s = FIRST_PAUSE_S
             time.sleep(pause_s)

@@ -428,11 +428,10 @@ def describe(made: Launch, address: str) -> None:
     first, last = place.first, place.first + place.groups - 1
     which = f"replica group {first}" if first == last else f"replica groups {first} to {last}"
     each = "1 process" if place.group_size == 1 else f"{place.group_size} processes"
-    print(
-        f"{SPEAKER}: starting {which} of {place.num_replica_groups}, {each} each, "
+    say(
+        SPEAKER,
+        f"starting {which} of {place.num_replica_groups}, {each} each, "
         f"lighthouse {address}, job {made.plugin.job_id}",
-        file=sys.stderr,
-        flush=True,
     )
 
 

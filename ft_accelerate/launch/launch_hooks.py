@@ -32,6 +32,7 @@ from ft_accelerate.options import (
 )
 from ft_accelerate.seams import Seam, around
 from ft_core.launch.import_hook import when_imported
+from ft_core.launch.supervisor import say
 
 log = logging.getLogger("ft_accelerate")
 
@@ -139,7 +140,7 @@ def _validated(original: Callable[..., Any], args: Any) -> Any:
     _refuse_first(args)
     try:
         for line in hints(args):
-            print(f"ft_accelerate: {line}", file=sys.stderr, flush=True)
+            say("ft_accelerate", line)
     except ValueError as error:  # a variable is misspelt
         raise SystemExit(f"ft_accelerate: {error}") from None
     return result

@@ -55,7 +55,7 @@ from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
 from ft_core.launch.ending import Sigterm
 from ft_core.launch.restarts import OVER_EXIT_CODE
-from ft_core.launch.supervisor import age_s, die_with
+from ft_core.launch.supervisor import age_s, die_with, say
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import TrainingOver
@@ -666,7 +666,7 @@ class Runtime:
     def _end_early(self, why: str) -> None:
         """End this process, so that it is started again."""
         self.close()
-        print(f"ft_accelerate: {why}", file=sys.stderr, flush=True)
+        say("ft_accelerate", why)
         sys.stdout.flush()
         os._exit(EARLY_EXIT_CODE)  # nothing else changes the exit code at exit
 

@@ -233,7 +233,7 @@ def end_with_group(error: GroupBroken) -> NoReturn:
     """What `ended_with_its_group` does, for an `except` on the way of each step."""
     if isinstance(error, GroupLeft):
         raise SystemExit(SIGTERM_EXIT_CODE) from error
-    print(f"ft_accelerate: {error}", file=sys.stderr, flush=True)
+    say("ft_accelerate", str(error))
     sys.stdout.flush()
     os._exit(BROKEN_EXIT_CODE)
 

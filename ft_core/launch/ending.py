@@ -4,7 +4,7 @@ And what SIGTERM does to a training loop.
 | exit code | meaning |
 |---|---|
 | 0 | trained to the end |
-| 1 | its replica group is refused for good: the line says why |
+| 1 | its replica group is refused for good, or an option has set a limit to its wait for a quorum or to discarded steps: the line says why |
 | 69 | no lighthouse answers, within the connect timeout |
 | 75 | another process of its replica group is gone; the cause is in that process. Or the training has ended just as it came back, and its next life passes over it (Lightning's Trainer) |
 | 79 | the training is over, or its script's next one has begun: nothing is left to do |
@@ -26,7 +26,14 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ft_core.environment import ReplicaEnv
-from ft_core.errors import GroupBroken, GroupLeft, StartAgain, StepInDoubt
+from ft_core.errors import (
+    GroupBroken,
+    GroupLeft,
+    QuorumUnavailable,
+    StartAgain,
+    StepInDoubt,
+    TooManyDiscards,
+)
 from ft_core.launch.board import slot
 from ft_core.launch.restarts import (
     AWAY_EXIT_CODE,
@@ -34,6 +41,7 @@ from ft_core.launch.restarts import (
     OVER_EXIT_CODE,
     SIGTERM_EXIT_CODE,
 )
+from ft_core.launch.supervisor import say
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
 
 CODES: dict[type[BaseException], int] = {  # a class before those that it derives from
@@ -43,7 +51,10 @@ CODES: dict[type[BaseException], int] = {  # a class before those that it derive
     GroupBroken: BROKEN_EXIT_CODE,
     StartAgain: BROKEN_EXIT_CODE,
     TrainingOver: OVER_EXIT_CODE,
-    JoinRefused: 1,  # as an error of the script's own: another model, or other settings
+    # As errors of the script's own: another model, or settings that do not suit the job.
+    JoinRefused: 1,
+    QuorumUnavailable: 1,
+    TooManyDiscards: 1,
 }
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -70,7 +81,7 @@ def _ending(whose: str, name: str, otherwise: _Hook) -> _Hook:
         silent = of_group and ReplicaEnv.read().group_rank
         if not silent:  # all ranks of the group end so, and one tells
             # Not `sys.stderr`: torch.distributed has put a buffer there, which it prints when this returns.
-            print(f"{whose}: {group}{error}", file=sys.__stderr__, flush=True)
+            say(whose, f"{group}{error}", sys.__stderr__)
         sys.stdout.flush()
         os._exit(code)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from ft_core.environment import Supervision
 from ft_core.launch import kept_files
@@ -617,11 +617,12 @@ def _how(exit_code: int, hung: bool) -> str:
     return f"failed with exit code {exit_code}"
 
 
-def say(speaker: str, text: str) -> None:
-    """A line on stderr for the person who has started this. Any thread."""
+def say(speaker: str, text: str, stream: TextIO | None = None) -> None:
+    """A line for the person who has started this. `stream`: None: stderr. Any thread."""
+    stream = stream or sys.stderr
     # In one piece also with PYTHONUNBUFFERED, beside the lines of other processes: `print` writes two.
-    sys.stderr.write(f"{speaker}: {text}\n")
-    sys.stderr.flush()
+    stream.write(f"{speaker}: {text}\n")
+    stream.flush()
 
 
 def age_s() -> float:

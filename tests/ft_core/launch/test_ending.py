@@ -16,7 +16,7 @@ from tests.harness.waiting import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import atexit, sys
-from ft_core.errors import GroupBroken, StepInDoubt
+from ft_core.errors import GroupBroken, OutsideStep, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.launch.ending import end_with_a_line
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
 
@@ -50,13 +50,16 @@ def ended(error: str, board: Board | None = None, **env: str) -> subprocess.Comp
         ("GroupBroken", 75),
         ("TrainingOver", 79),
         ("JoinRefused", 1),
+        ("QuorumUnavailable", 1),
+        ("TooManyDiscards", 1),
+        ("OutsideStep", 1),
         ("ValueError", 1),
     ],
 )
 def test_a_process_whose_script_is_not_at_fault_ends_with_a_line(error: str, code: int) -> None:
     done = ended(error)
     assert done.returncode == code
-    if error == "ValueError":  # the script's own
+    if error in ("OutsideStep", "ValueError"):  # a call of the script's own: the stack shows it
         assert done.stderr.startswith("Traceback")
         assert done.stdout == "before\nwaits for the lighthouse\n"
     else:
@@ -76,6 +79,27 @@ def test_under_a_supervisor_the_line_names_the_group() -> None:
     with board_of(2) as board:
         done = ended("TrainingOver", board)
     assert done.stderr == "ft_package: replica group 1: a sentence\n"
+
+
+@pytest.mark.parametrize("error", ["GroupBroken", "TrainingOver"])
+def test_the_line_is_one_write(error: str) -> None:
+    """Also unbuffered: the ranks of a group end at the same time, and share the terminal."""
+    script = SCRIPT.replace("{error}", error)
+    counted = f"""
+import io, sys
+class Raw(io.FileIO):
+    def write(self, data):
+        return super().write(b"<" + bytes(data) + b">") and len(data)
+sys.stderr = sys.__stderr__ = io.TextIOWrapper(Raw(2, "w", closefd=False), write_through=True)
+{script}"""
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", counted],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=ROOT,
+    )
+    assert done.stderr == "<ft_package: a sentence\n>"
 
 
 def test_it_imports_no_torch() -> None:
