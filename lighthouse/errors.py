@@ -33,6 +33,10 @@ class JoinRefused(LighthouseError):
     """This replica group is refused for good."""
 
 
+class SettingsDiffer(JoinRefused):
+    """This replica group has another model, other settings or another number of ranks than its peers."""
+
+
 class TrainingOver(JoinRefused):
     """The training has finished while this process was away, or the script's next one has begun: nothing
     is left to do for it."""

@@ -4,9 +4,10 @@ And what SIGTERM does to a training loop.
 | exit code | meaning |
 |---|---|
 | 0 | trained to the end |
-| 1 | its replica group is refused for good, or an option has set a limit to its wait for a quorum or to discarded steps: the line says why |
+| 1 | its replica group is refused, or an option has set a limit to its wait for a quorum or to discarded steps: the line says why |
 | 69 | no lighthouse answers, within the connect timeout |
 | 75 | another process of its replica group is gone; the cause is in that process. Or the training has ended just as it came back, and its next life passes over it (Lightning's Trainer) |
+| 78 | its replica group is refused, since its model or settings are not those of its peers |
 | 79 | the training is over, or its script's next one has begun: nothing is left to do |
 | 143 | it was told to end by SIGTERM (`Sigterm`), or another process of its group was |
 | other | the script's own error |
@@ -40,9 +41,10 @@ from ft_core.launch.restarts import (
     BROKEN_EXIT_CODE,
     OVER_EXIT_CODE,
     SIGTERM_EXIT_CODE,
+    UNLIKE_EXIT_CODE,
 )
 from ft_core.launch.supervisor import say
-from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
+from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
 
 CODES: dict[type[BaseException], int] = {  # a class before those that it derives from
     LighthouseUnavailable: AWAY_EXIT_CODE,
@@ -51,7 +53,8 @@ CODES: dict[type[BaseException], int] = {  # a class before those that it derive
     GroupBroken: BROKEN_EXIT_CODE,
     StartAgain: BROKEN_EXIT_CODE,
     TrainingOver: OVER_EXIT_CODE,
-    # As errors of the script's own: another model, or settings that do not suit the job.
+    SettingsDiffer: UNLIKE_EXIT_CODE,
+    # As errors of the script's own.
     JoinRefused: 1,
     QuorumUnavailable: 1,
     TooManyDiscards: 1,

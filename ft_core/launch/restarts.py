@@ -11,6 +11,7 @@
 | no lighthouse answers any of them (exit code 69) | the job ends with that code |
 | `max_restarts` deaths of a group within an hour | it is given up; None: no limit |
 | ten deaths of a group in a row without one committed step of the job in between | it is given up |
+| three lives of a group in a row were refused for another model or other settings than its peers' (exit code 78), and it has never trained | it is given up |
 | another has finished | it is not started again |
 """
 
@@ -28,6 +29,8 @@ BROKEN_EXIT_CODE = 75
 ended meanwhile (EX_TEMPFAIL: try again)."""
 SIGTERM_EXIT_CODE = 128 + 15
 """Of a process that has ended as SIGTERM asks, by itself."""
+UNLIKE_EXIT_CODE = 78
+"""Of a process whose model or settings are not those of its peers (EX_CONFIG)."""
 OVER_EXIT_CODE = 79
 """Of a process that comes back after the training has ended: nothing is left to do."""
 NOT_AT_FAULT = frozenset({AWAY_EXIT_CODE, BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE, OVER_EXIT_CODE})
@@ -106,6 +109,8 @@ class RestartPolicy:
         max_restarts: of one group within `window_s`; None: no limit.
         elsewhere: other supervisors have replica groups of this job.
         fruitless: this many deaths of a group without a step in between are too many.
+        refusals: this many lives of a group that has never trained, and is unlike its peers, are enough. One
+            may be refused for peers of an earlier job, of which the lighthouse does not know yet that they are dead.
         healthy_s: training for this long halves the next pause.
         settled_s: after a life that has trained for this long, the first pause is left out.
         repaid_s: after a life that has trained for this long and was killed from outside, each pause
@@ -117,6 +122,7 @@ class RestartPolicy:
     window_s: float = 3600.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
+    refusals: int = 3
     healthy_s: float = 30.0
     settled_s: float = 5.0
     repaid_s: float = 2.0
@@ -147,6 +153,9 @@ class RestartPolicy:
             return GiveUp(
                 f"given up: the job has committed no step between {self.fruitless} of its ends"
             )
+        unlike = all(d.exit_code == UNLIKE_EXIT_CODE and d.step < 0 for d in mine)
+        if unlike and len(mine) >= self.refusals:
+            return GiveUp("not started again: it is refused each time")
         return self._pause(mine, len(histories), sum(life is not None for life in lives))
 
     def _scripts_fault(

@@ -37,10 +37,10 @@ from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer, 
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
-from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
+from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
 from lighthouse.own_address import address_that_answers, advertised_host
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.messages import DECLARE_DEAD, NOT_HELD, OVER, JobKey, Join, Term
+from lighthouse.wire.messages import DECLARE_DEAD, NOT_HELD, OVER, UNLIKE, JobKey, Join, Term
 
 log = logging.getLogger("ft_core")
 
@@ -162,7 +162,7 @@ class Session:
         return group, leader.replica_id, leader.identity.encode()
 
     def check_refused(self) -> None:
-        """Raises JoinRefused (TrainingOver) if the lighthouse refuses this replica group, GroupBroken
+        """Raises JoinRefused (TrainingOver, SettingsDiffer) if the lighthouse refuses this replica group, GroupBroken
         (GroupLeft) if the group has lost a rank (has left with one that was told to end)."""
         status = self.control.status
         if status.refused:
@@ -172,7 +172,9 @@ class Session:
                 raise GroupLeft(status.reason)
             if status.reason.startswith(BROKEN):
                 raise GroupBroken(status.reason)
-            raise (TrainingOver if OVER in status.reason else JoinRefused)(status.reason)
+            if OVER in status.reason:
+                raise TrainingOver(status.reason)
+            raise (SettingsDiffer if UNLIKE in status.reason else JoinRefused)(status.reason)
 
     def await_lighthouse(self) -> None:
         """Raises LighthouseUnavailable unless a lighthouse answers within the connect timeout."""

@@ -17,6 +17,7 @@ from lighthouse.wire.messages import (
     NO_QUORUM,
     ON_LAST,
     OWN,
+    UNLIKE,
     Decision,
     JobKey,
     Join,
@@ -290,19 +291,19 @@ def mismatch(join: Join, other: Join) -> str:
     if len(other.addresses) != len(join.addresses):
         return (
             f"{join.name} has {len(join.addresses)} ranks and {other.name} "
-            f"{len(other.addresses)}; all replica groups need the same number"
+            f"{len(other.addresses)}; {UNLIKE} number"
         )
     if other.schema != join.schema:
         return (
             f"{join.name} does not match {other.name}: it has {join.schema_text or 'no schema'}"
-            f", and the lighthouse's log says what {other.name} has; start all replica groups with "
-            "the same model and settings, or separate jobs under job ids of their own (FT_JOB_ID)"
+            f", and the lighthouse's log says what {other.name} has; {UNLIKE} model and settings, and "
+            "separate jobs job ids of their own (FT_JOB_ID)"
         )
     if other.group_commit != join.group_commit:
         kinds = {True: "commit=group", False: "commit=quorum"}
         return (
             f"{join.name} has {kinds[join.group_commit]} and {other.name} "
-            f"{kinds[other.group_commit]}; all replica groups need the same"
+            f"{kinds[other.group_commit]}; {UNLIKE}"
         )
     return ""
 

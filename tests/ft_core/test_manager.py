@@ -18,7 +18,7 @@ from ft_core.shell import session
 from ft_core.shell.control import SPIN_S
 from ft_core.state import CHANGED_WHILE_SERVED
 from ft_core.telemetry import REVOKED
-from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
+from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S, until
 
@@ -539,7 +539,9 @@ def test_different_models_are_refused_with_a_sentence():
         a.run_to(1)
         b = Replica(server, "r1")
         b.manager.register_schema("module", "3 tensors, 12 parameters")
-        with pytest.raises(JoinRefused, match="r1 does not match r0: .*12 parameters.*same model"):
+        with pytest.raises(
+            SettingsDiffer, match="r1 does not match r0: .*12 parameters.*same model"
+        ):
             b.manager.start_quorum()
         b.close()
         a.run_to(2)

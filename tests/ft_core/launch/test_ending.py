@@ -18,7 +18,7 @@ SCRIPT = """
 import atexit, sys
 from ft_core.errors import GroupBroken, OutsideStep, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.launch.ending import end_with_a_line
-from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
+from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
 
 for _ in range(2):
     end_with_a_line("ft_package", "1")
@@ -50,6 +50,7 @@ def ended(error: str, board: Board | None = None, **env: str) -> subprocess.Comp
         ("GroupBroken", 75),
         ("TrainingOver", 79),
         ("JoinRefused", 1),
+        ("SettingsDiffer", 78),
         ("QuorumUnavailable", 1),
         ("TooManyDiscards", 1),
         ("OutsideStep", 1),

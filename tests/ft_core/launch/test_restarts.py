@@ -10,6 +10,7 @@ import pytest
 from ft_core.launch.restarts import (
     AWAY_EXIT_CODE,
     BROKEN_EXIT_CODE,
+    UNLIKE_EXIT_CODE,
     Again,
     Death,
     EndJob,
@@ -199,6 +200,26 @@ def test_ten_ends_without_a_step_are_too_many() -> None:
         job.returns(1)
     verdict = job.dies(1, KILLED)
     assert isinstance(verdict, GiveUp) and "no step between 10 of its ends" in verdict.why
+
+
+def test_one_that_is_refused_for_its_settings_from_the_beginning_is_given_up() -> None:
+    """Not at the first time: it may be refused for a peer of an earlier job, which is just dead."""
+    job = Job(3, RestartPolicy(elsewhere=True))
+    for _ in range(2):
+        job.train(1)
+        assert isinstance(job.dies(1, UNLIKE_EXIT_CODE), Again)
+        job.returns(1)
+    assert job.dies(1, UNLIKE_EXIT_CODE) == GiveUp("not started again: it is refused each time")
+
+
+def test_one_that_has_trained_and_is_refused_for_its_settings_is_started_again() -> None:
+    """Its script has been changed meanwhile, and can be changed back."""
+    job = Job(3)
+    job.dies(1, KILLED, step=7, trained_s=9.0)
+    for _ in range(20):
+        job.train(1)
+        job.returns(1)
+        assert isinstance(job.dies(1, UNLIKE_EXIT_CODE), Again)
 
 
 @pytest.mark.parametrize("code", [ERROR, CRASHED, -6])
