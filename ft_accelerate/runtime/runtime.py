@@ -55,7 +55,7 @@ from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
 from ft_core.launch.ending import Sigterm
 from ft_core.launch.restarts import OVER_EXIT_CODE
-from ft_core.launch.supervisor import age_s, die_with, say
+from ft_core.launch.supervisor import after, age_s, die_with, say
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import TrainingOver
@@ -271,9 +271,8 @@ class Runtime:
         if self.position.settle():
             assert target is not None
             if self.position.missed > missed and (place := self.position.in_words()):
-                self.group_ranks.tell(
-                    f"is back at {place}, after {time.monotonic() - self._there_at:.1f} s"
-                )
+                away = after(time.monotonic() - self._there_at)
+                self.group_ranks.tell(f"is back at {place}{away and ','}{away}")
             self._restore(models=target.at == "fetch", arrived=True)
             self._healed = None
             self._catch_up.live()
@@ -493,7 +492,8 @@ class Runtime:
         except GroupBroken as error:
             end_with_group(error)
         self._open = False
-        self._there_at = time.monotonic()
+        if committed:  # one that is evicted in a step is away from then on
+            self._there_at = time.monotonic()
         self.attempts_discarded += not committed
         outcome = manager.last_outcome() if committed else None
         if outcome is not None and outcome.control:

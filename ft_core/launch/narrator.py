@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ft_core.launch.supervisor import age_s, say
+from ft_core.launch.supervisor import after, age_s, say
 from ft_core.replica.events import EXPELLED
 from ft_core.telemetry import (
     COMMIT,
@@ -81,7 +81,7 @@ class Narrator:
             if self._healed and self._returns and (place := self._place()):
                 away_s = time.monotonic() - self._there_at
                 why = self._out and f" ({self._out})"
-                self._say(f"group {self._name} is back at {place} after {away_s:.1f} s{why}")
+                self._say(f"group {self._name} is back at {place}{after(away_s)}{why}")
             self._healed, self._discards, self._out = False, 0, ""
             self._there_at = time.monotonic()
         elif event.kind == HEAL_DONE:

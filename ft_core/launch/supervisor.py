@@ -626,10 +626,16 @@ def say(speaker: str, text: str, stream: TextIO | None = None) -> None:
 
 
 def age_s() -> float:
-    """How long ago this process was started; 0.0 where that is not known."""
+    """How long ago this process was started; infinity where that is not known."""
     try:
         started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        up_s = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return max(0.0, up_s - started / os.sysconf("SC_CLK_TCK"))
+        # Not /proc/uptime, which a container may have of its own.
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return math.inf
+    return age_s if age_s >= 0 else math.inf
+
+
+def after(seconds: float) -> str:
+    """ " after 3.1 s"; "" where it is not known (infinity), or rounds to nothing."""
+    return f" after {seconds:.1f} s" if 0.05 <= seconds < math.inf else ""

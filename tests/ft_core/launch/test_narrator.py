@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -130,9 +131,9 @@ def test_one_that_the_others_went_on_without_says_why(capsys: pytest.CaptureFixt
         WAITING, reason="expelled: not known here"
     )  # a lighthouse that was started before this process
     for reason, why in (
-        ("not known here", f" s ({LOST})"),
-        ("evicted: kept the others waiting", " s (evicted: kept the others waiting)"),
-        ("", " s"),
+        ("not known here", f" ({LOST})"),
+        ("evicted: kept the others waiting", " (evicted: kept the others waiting)"),
+        ("", ""),
     ):
         told.quorum("0:a", "1:a")
         told.commit()
@@ -141,7 +142,19 @@ def test_one_that_the_others_went_on_without_says_why(capsys: pytest.CaptureFixt
         assert told(WAITING, reason="waiting for the step in progress to end") == []
         told(HEAL_DONE, step=9, bytes=1, seconds=0.1, sources=())
         (line,) = told.commit()
-        assert line.endswith(why), line
+        assert line.endswith(f" is back at step {told.step}{why}"), line
+
+
+@pytest.mark.parametrize("age_s", [0.01, math.inf])
+def test_a_time_that_is_not_known_or_rounds_to_nothing_is_not_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, age_s: float
+) -> None:
+    monkeypatch.setattr("ft_core.launch.narrator.age_s", lambda: age_s)
+    monkeypatch.setattr("ft_core.launch.narrator.time.monotonic", lambda: 1000.0)
+    told = Told(capsys)
+    told.quorum("1:a", "0:b", rank=1, healing=("0:b",))
+    told(HEAL_DONE, step=9, bytes=1, seconds=0.1, sources=())
+    assert told.commit() == ["ft_lightning: group 0 is back at step 1"]
 
 
 def test_one_that_was_evicted_before_its_first_commit_was_away_since_then(
