@@ -2,9 +2,9 @@
 
 Each vote on a step carries a few bytes (`Manager.should_commit(control=)`), and the commit brings
 those of the first member to all: its wish to stop, whether it is time to validate
-(`val_check_interval` by time), what step-wise plateau schedulers monitor, and a fingerprint of
-hyperparameters and place. A member with another fingerprint does not apply the step. It takes the
-first member's state instead.
+(`val_check_interval` by time) or to save (ModelCheckpoint's `train_time_interval`), what step-wise
+plateau schedulers monitor, and a fingerprint of hyperparameters and place. A member with another
+fingerprint does not apply the step. It takes the first member's state instead.
 
 At the end of a validation and of an epoch, where Lightning decides by metrics, an agreement
 (`agreements.py`) carries the first member's metrics, and every member's wish to stop.
@@ -15,7 +15,7 @@ At the end of a validation and of an epoch, where Lightning decides by metrics, 
 | `should_stop` set in `training_step`, before its last backward | with this step's commit |
 | `should_stop` at a validation's or an epoch's end (EarlyStopping, a Timer by epoch), or set earlier by another than the first member | there |
 | `should_stop` set anywhere else by the first member (Timer, `max_time`) | with the next commit |
-| `val_check_interval` by time | with the commit that finds the time over |
+| `val_check_interval` by time, ModelCheckpoint's `train_time_interval` | with the commit that finds the time over |
 | plateau schedulers, EarlyStopping, ModelCheckpoint's monitor | on the first member's metrics |
 
 Per-group commit carries nothing: each group then decides for itself.
@@ -56,6 +56,8 @@ class Decisions:
         self._monitors: tuple[str, ...] = ()
         self._values: dict[str, float] = {}
         self._validated_at = time.monotonic()
+        self._saving: list[Any] = []  # callbacks that save by the clock
+        self._saved_at: list[float] = []
         self._differences = 0
         self._aligned = True
         self._mine: list[bytes] = [b"", b""]
@@ -86,6 +88,12 @@ class Decisions:
         )
         if self.timed:
             self.wait_with_validation()
+        if not self.alone:
+            found = trainer.checkpoint_callbacks
+            self._saving = [
+                c for c in found if getattr(c, "_train_time_interval", None) is not None
+            ]
+        self._saved_at = [self._validated_at] * len(self._saving)
         # Epochs of a length that is known are as long everywhere (`strategy.schema`).
         self._aligned = trainer.num_training_batches != float("inf")
         self._monitors = tuple(
@@ -121,7 +129,8 @@ class Decisions:
         metrics = trainer.callback_metrics if self._monitors else {}
         values = [float(metrics.get(name, math.nan)) for name in self._monitors]
         self._mine = self._fingerprint(number)
-        decided = [self._mine, self._wish, self._validation_due(), values]
+        due = [self._validation_due(), *self._saves_due()]
+        decided = [self._mine, self._wish, due, values]
         packed: bytes = msgpack.packb([*decided, self.tell()])
         return packed if len(packed) <= MAX_CONTROL_BYTES else msgpack.packb([*decided, None])
 
@@ -133,7 +142,7 @@ class Decisions:
         """
         if not control:
             return ""
-        theirs, stop, validate, values, told = msgpack.unpackb(control)
+        theirs, stop, (validate, *saves), values, told = msgpack.unpackb(control)
         if told is not None:
             self.hear(told)
         mine = self._mine
@@ -154,6 +163,7 @@ class Decisions:
         self._values = dict(zip(self._monitors, values, strict=True))
         if self.timed and validate:
             self._trainer._last_val_time = -math.inf
+        self._save_by_the_clock(saves)
         return ""
 
     def _fingerprint(self, number: int) -> list[bytes]:
@@ -168,7 +178,7 @@ class Decisions:
             place += [loop.epoch_progress.current.processed, loop.epoch_loop.batch_idx]
         return [hyperparameters, digest(place)]
 
-    # ------------------------------------------------------------------ validation by the clock
+    # ------------------------------------------------------------------ validation and saves by the clock
 
     def _validation_due(self) -> bool:
         interval: float | None = getattr(self._trainer, "_val_check_time_interval", None)
@@ -181,6 +191,21 @@ class Decisions:
     def validated(self) -> None:
         """A validation has ended."""
         self._validated_at = time.monotonic()
+
+    def _saves_due(self) -> list[bool]:
+        now = time.monotonic()
+        return [
+            now - saved_at >= callback._train_time_interval.total_seconds()
+            for callback, saved_at in zip(self._saving, self._saved_at, strict=True)
+        ]
+
+    def _save_by_the_clock(self, saves: list[bool]) -> None:
+        """Each ModelCheckpoint compares its clock with this time, behind the batch, which may have several steps."""
+        for number, (callback, due) in enumerate(zip(self._saving, saves, strict=False)):
+            if due:
+                callback._last_time_checked, self._saved_at[number] = -math.inf, time.monotonic()
+            elif callback._last_time_checked != -math.inf:
+                callback._last_time_checked = math.inf
 
     # ------------------------------------------------------------------ plateau schedulers by step
 

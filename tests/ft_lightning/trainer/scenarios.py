@@ -25,6 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +452,23 @@ def clocks(place: Place) -> Result:
     return {"at": at}
 
 
+def saves_by_the_clock(place: Place) -> Result:
+    """A ModelCheckpoint with `train_time_interval`, with clocks that differ."""
+    interval = timedelta(seconds=0.15 if place.rank == 0 else 0.05)
+    saves = ModelCheckpoint(place.log / "timed", train_time_interval=interval)
+    at: list[str] = []
+
+    class Timed(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.03)
+            at.append(Path(saves.best_model_path).name)
+            return super().training_step(batch, batch_idx)
+
+    fit(place.trainer(saves, enable_checkpointing=True), Timed(place))
+    at.append(Path(saves.best_model_path).name)
+    return {"at": at, "files": sorted(p.name for p in (place.log / "timed").glob("*"))}
+
+
 def plateau_by_step(place: Place) -> Result:
     """A plateau scheduler that looks at each replica's own loss, each step."""
 
@@ -713,6 +731,7 @@ SCENARIOS: dict[str, Callable[[Place], Result]] = {
         scopes,
         stops,
         clocks,
+        saves_by_the_clock,
         plateau_by_step,
         differing_rate,
         leftovers,

@@ -39,6 +39,7 @@ OWN = (
     "scopes",
     "stops",
     "clocks",
+    "saves_by_the_clock",
     "plateau_by_step",
     "differing_rate",
     "leftovers",
@@ -188,6 +189,13 @@ def test_validation_by_the_clock_is_at_the_same_steps(runs: Runs) -> None:
         pytest.skip("this Lightning validates after a number of batches only")
     assert mine["at"] == other["at"]
     assert len(mine["at"]) >= 2
+
+
+def test_saves_by_the_clock_are_at_the_same_steps(runs: Runs) -> None:
+    mine, other = both(runs, "saves_by_the_clock")
+    assert mine["at"] == other["at"]
+    assert len(set(mine["at"])) >= 3  # none yet, and two that were saved
+    assert mine["files"] == mine["at"][-1:]
 
 
 def test_a_plateau_scheduler_on_local_metrics_follows_the_leader(runs: Runs) -> None:
