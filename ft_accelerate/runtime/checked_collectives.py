@@ -11,7 +11,8 @@ from the others' gradients. When its patience ends, its attempt fails. A new quo
 all processes begin with headers.
 
 Gradients of unlike batches match, too: a script that leaves out a batch in one process alone is one
-ahead from there on. So the header of gradients has the batch, and one event in `TOGETHER_EVENTS` has a
+ahead from there on. So the header of gradients, and of parameters that are averaged, has the batch, and one
+event in `TOGETHER_EVENTS` has a
 header again. All are at the same event, so none waits there for one that is not.
 """
 
@@ -69,7 +70,7 @@ class Header(NamedTuple):
     kind: int
     event: int
     batch: int
-    """Its number in its pass over the data; `UNKNOWN` for operations."""
+    """Its number in its pass over the data, of what is computed from it; `UNKNOWN` for other operations."""
     nbytes: int
     shape: int
     """A hash."""
@@ -110,7 +111,6 @@ class CheckedCollectives:
             reach those of this number in all groups only (`ranks_hold="shards"`). Each method then
             reaches the others in a second collective, of torch's default process group; so once headers
             are there, all processes of a group call the same, whatever has failed meanwhile.
-        batch: see `Header`.
     """
 
     manager: Manager
@@ -124,15 +124,15 @@ class CheckedCollectives:
     whole: bool = True
     on_headers: Callable[[dict[int, bool]], None] | None = None
     in_group: Callable[[Any], list[Any]] | None = None
-    batch: int = UNKNOWN
 
-    def check(self, nbytes: int = 0, shape: Sequence[int] = ()) -> dict[int, Header] | None:
-        """Exchange headers; the first collective of an attempt.
+    def check(
+        self, nbytes: int = 0, shape: Sequence[int] = (), batch: int = UNKNOWN
+    ) -> dict[int, Header] | None:
+        """Exchange headers; the first collective of an attempt. `batch`: see `Header`.
 
         Returns the headers of the processes that contribute, by their index and in its order; None if
         the attempt has failed. Raises Diverged if it is this process that has diverged.
         """
-        batch = self.batch if self.kind is Kind.GRADIENTS else UNKNOWN
         shape_hash = hash(tuple(shape)) % (1 << 31)
         mine = Header(self.kind.value, self.event, batch, nbytes, shape_hash)
         known = exchange_headers(

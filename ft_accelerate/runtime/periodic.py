@@ -242,6 +242,7 @@ class _Operation:
     ) -> None:
         self.fragment = fragment
         self._runtime, self._outer, self._settings = runtime, outer, settings
+        self._batch = runtime.position.batch  # where it is launched: attempts may begin later
         self._sent: OuterReduce | None = None
         self._sent_in = 0
 
@@ -270,7 +271,7 @@ class _Operation:
         return sent
 
     def _send(self, collectives: CheckedCollectives) -> OuterReduce | None:
-        headers = collectives.check(self._fingerprint())
+        headers = collectives.check(self._fingerprint(), batch=self._batch)
         if headers is None:
             return None
         if len({header.nbytes for header in headers.values()}) > 1:

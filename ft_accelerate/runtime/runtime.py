@@ -331,7 +331,7 @@ class Runtime:
             return False
         self._manager.state.shares_rest = False
         if self._manager.bind() and self._headers.due(self._quorum_id, self.position.events):
-            self._attempt(Kind.GRADIENTS, CheckedCollectives.check)
+            self._attempt(Kind.GRADIENTS, lambda each: each.check(batch=self.position.batch))
         return True
 
     def _gradients_committed(self) -> None:
@@ -434,7 +434,6 @@ class Runtime:
             position.missed == 0,
             self._take_main,
             self.group_ranks.gather if together else None,
-            position.batch,
         )
         try:
             return attempt(collectives)

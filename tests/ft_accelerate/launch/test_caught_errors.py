@@ -57,6 +57,22 @@ for epoch in range(20):
         optimizer.zero_grad()
 """
 
+# Gradients stay in each process; parameters are averaged in every fourth batch.
+IN_LOCAL_SGD = """
+from accelerate.local_sgd import LocalSGD
+
+with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4, enabled=True) as local:
+    for epoch in range(3):
+        for index, (batch,) in enumerate(loader):
+            if leaves_out and (epoch, index) == (1, 3):
+                continue
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            local.step()
+"""
+
 
 @pytest.mark.process
 def test_a_process_that_leaves_out_a_batch_without_a_word_is_found(tmp_path: Path) -> None:
@@ -65,6 +81,18 @@ def test_a_process_that_leaves_out_a_batch_without_a_word_is_found(tmp_path: Pat
     assert "event 64 of its script), the others are at a gradient step (batch 1 of" in said
     assert said.count("replica group 1 failed with exit code 1; it is started again") == 1
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_process_that_leaves_out_a_batch_between_averages_is_found(
+    tmp_path: Path, group_size: int
+) -> None:
+    """Its next average would be a batch later than its peers'."""
+    said = run(IN_LOCAL_SGD, tmp_path, group_size)
+    assert "this replica group is at an average of parameters (batch" in said
+    assert said.count("is started again") == 1
+    assert len({(tmp_path / str(i)).read_text() for i in range(2 * group_size)}) == 1
 
 
 @pytest.mark.process
@@ -78,11 +106,12 @@ def test_a_process_that_leaves_out_a_batch_alone_is_started_again(tmp_path: Path
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
 
 
-def run(loop: str, tmp_path: Path) -> str:
+def run(loop: str, tmp_path: Path, group_size: int = 1) -> str:
     """What a launcher of two replica groups says of a script with this loop, which gets `tmp_path`."""
     script = tmp_path / "train.py"
     script.write_text(BEGINS + loop + ENDS)
-    flags = ["--cpu", "--num_processes", "2", "--fault_tolerance_min_replicas", "2"]
+    flags = ["--cpu", "--num_processes", str(2 * group_size), "--fault_tolerance_min_replicas", "2"]
+    flags += ["--fault_tolerance_group_size", str(group_size)]
     command = [*accelerate("launch")[1:], *flags, str(script), str(tmp_path)]
     env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
     with (tmp_path / "said").open("wb") as out:
