@@ -208,6 +208,16 @@ def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
         assert steps == [(e.get("step"), e.get("eval_loss")) for e in expected["logs"]]
 
 
+def test_killed_in_a_prediction_after_the_training(tmp_path: Path) -> None:
+    """Its script's training ends before it is where its peers are, and it goes on to them."""
+    kills = "1:0:on_prediction_step:5 1:1:on_prediction_step:3"
+    options = ("--epochs", "1", "--predict")
+    found, said = protected(TRAINER, tmp_path / "ft", *options, kills=kills)
+    assert said.count("killed by SIGKILL") == 2 and "failed with" not in said
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["logs"] == found[1]["logs"]
+
+
 def test_a_hot_spare_takes_over_the_share_of_one_that_is_killed(
     oracle: list[Report], tmp_path: Path
 ) -> None:

@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--grouped", action="store_true")
     parser.add_argument("--save_model", action="store_true")
     parser.add_argument("--tokens", action="store_true")
+    parser.add_argument("--predict", action="store_true")
     parser.add_argument("--stop_at", type=int, default=-1)
     parser.add_argument("--await_late", action="store_true")
     options = parser.parse_args()
@@ -267,6 +268,9 @@ def main() -> None:
         trainer.accelerator.end_training()
         Path(os.environ["TRAINER_HOLD"], "held").touch()
         await_((out / "late").exists)
+    if options.predict:
+        trainer.predict(Sources(["bisect", "calendar"], 40))
+        trainer.evaluate(Sources(["bisect", "calendar"], 40))
     if options.save_model:
         trainer.save_model(str(out / "final"))
         trainer.save_metrics("train", {"train_loss": result.training_loss})
