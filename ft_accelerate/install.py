@@ -315,6 +315,7 @@ def _has_no_gradients(accelerator: Any, runtime: Runtime) -> bool:
 @while_active
 def _backward(runtime: Runtime, original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
     if not _has_no_gradients(self, runtime):
+        runtime.means.before_backward()
         original(self, loss, **kwargs)
 
 

@@ -37,6 +37,7 @@ from ft_accelerate.runtime.checked_collectives import (
 from ft_accelerate.runtime.checkpoints import SavedPosition
 from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, OwnWrites, Saves, TrackerRuns
+from ft_accelerate.runtime.means import Means
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel, Prepared, freeze, thaw
 from ft_accelerate.runtime.script_position import (
     CAUGHT,
@@ -79,7 +80,8 @@ class Runtime:
         self.group_ranks = ranks = GroupRanks(options, place, supervision.restarts)
         self.num_processes = ranks.num_processes
         self.startup = StartupCollectives(ranks)
-        self.position = ScriptPosition()
+        self.position, self.prepared = ScriptPosition(), Prepared()
+        self.means = Means(self.prepared, self.position)
         self._data = DividedData.of(ranks, self.position)
         self._catch_up = CatchUp(self.position, measures=place.group_world_size == 1)
         self.reducer = RetryableReducer(
@@ -88,15 +90,14 @@ class Runtime:
                 vote=self._vote,
                 again=self._begin_gradients_again,
                 committed=self._gradients_committed,
-                refused=self.position.replay_grad,
+                refused=self.means.refused,
                 unused_hint=UNUSED_HINT,
             )
         )
         self.manager: Manager | None = None
-        self.runs = TrackerRuns()
         same = options.job_id != SHARED_JOB or supervision.restarts > 0
         self.saved = SavedPosition(self.position, options.job_id if same else "")
-        self.attempts_discarded = 0
+        self.runs, self.attempts_discarded = TrackerRuns(), 0
         self.contributes = True
         """Whether this process's values count in the current step: it is not only healing."""
         self.serve_copies = False
@@ -105,7 +106,6 @@ class Runtime:
         """Called when the script stands where its peers' stood when they sent their state."""
         self.unfinished: Callable[[], None] | None = None
         """Ends what `begin_early` has begun. Called before any other event."""
-        self.prepared = Prepared()
         self.leadership = Leadership(
             self.position,
             group_size=place.group_world_size,
@@ -119,8 +119,7 @@ class Runtime:
         self._untaken, self._failed = False, ""
         self._at, self._starting = "fetch", 0  # the thread in which a quorum is being started
         self._healed: dict[str, Any] | None = None
-        self._headers = GradientHeaders()
-        self._sigterm = Sigterm(self._is_waiting)
+        self._headers, self._sigterm = GradientHeaders(), Sigterm(self._is_waiting)
         log_to = place.event_log
         self._sink = JsonlSink(Path(log_to), name=str(ranks.number)) if log_to else None
         if supervision.pid:
@@ -274,6 +273,7 @@ class Runtime:
                 away = after(time.monotonic() - self._there_at)
                 self.group_ranks.tell(f"is back at {place}{away and ','}{away}")
             self._restore(models=target.at == "fetch", arrived=True)
+            self.means.arrived(within_backward=target.at == "grad")
             self._healed = None
             self._catch_up.live()
             for arrived in self.on_live:
@@ -340,7 +340,7 @@ class Runtime:
         Its next gradients seldom need a header. With NCCL they do, since it does not keep a header apart
         from gradients; and with several models, as the others may be at another one.
         """
-        self.position.graded()
+        self.means.committed()
         alike = self.options.commit == "quorum" and len(self.prepared.models) == 1
         apart = alike and self.prepared.device.type == "cpu"
         self._headers.committed(self._quorum_id, kept_apart=apart)
@@ -483,8 +483,7 @@ class Runtime:
     def _vote(self) -> bool:
         if self._sigterm.noted:
             self._manager.leave_after_step()
-        manager, runs = self._manager, self.runs
-        quorum_id = self._quorum_id
+        manager, runs, quorum_id = self._manager, self.runs, self._quorum_id
         news = runs.news(quorum_id) if self.leadership.holds else b""
         try:
             committed = manager.should_commit(control=news)
@@ -542,7 +541,7 @@ class Runtime:
                 if self._healed is None and self.leadership.holds:
                     self.saved.trains()
                 return
-            if not target.reachable:
+            if target.pending and not self.means.peers:
                 self.leave_for_now("the others are where this process cannot join them")
                 time.sleep(UNREACHABLE_PAUSE_S)
                 continue
@@ -593,6 +592,7 @@ class Runtime:
         if self.position.target is not None and self._healed is not None:
             return self._healed  # this script is on its way there, and so are parts of its state
         state = states.dump(self.prepared.accelerators, self.position.describe(self._at))
+        state["gradients"] = self.means.given(within_backward=self._at == "grad")
         if self.serve_copies:
             state = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), state)
         return state
@@ -604,6 +604,7 @@ class Runtime:
             raise TrainingOver(LATER)
         self._healed, self._untaken, place = state, True, target.window or (0, 0)
         self.position.relocate(target)
+        self.means.peers = state["gradients"]
         self._take()
         log.info("healed; the others are in pass %s over the loaders, batch %s", *place)
 

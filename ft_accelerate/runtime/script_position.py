@@ -164,11 +164,6 @@ class Target:
     norms: tuple[Any, ...] = ()
     searches: tuple[tuple[int, int, int], ...] = ()
 
-    @property
-    def reachable(self) -> bool:
-        """Whether a process without the peers' gradients can stand here."""
-        return not self.pending
-
 
 @dataclass(slots=True)
 class ScriptPosition:
@@ -494,6 +489,7 @@ class ScriptPosition:
         if self.phase is Phase.REPLAY and self.grad_is_done:
             self.events += 1
             self.grads += 1
+            self.pending = self.target is not None and self.target.pending and not self.grad_is_done
 
     @property
     def grad_is_done(self) -> bool:

@@ -336,9 +336,9 @@ class RetryableReducer:
 
     def start_allreduce(self, tensor: Tensor, divided_by: int = 1) -> StartedReduce:
         """Reduce a bucket of gradients in place."""
+        self._gradients.is_bucket(tensor)  # of a pass that is not reduced, too: `.grad` stays there
         if not self._reduces():
             return AsyncReduce(tensor, EndedWork(tensor))
-        self._gradients.is_bucket(tensor)
         self._reduced.append(_Reduced(tensor, ReduceOp.AVG, None))
         return self.reduce_bucket(tensor, divided_by)
 

@@ -181,7 +181,6 @@ def test_windows_begin_where_an_optimizer_has_stepped() -> None:
     assert position.describe("op").ops == ("a",)
     position.graded()
     assert position.describe("op").pending
-    assert not position.describe("op").reachable
     position.step_taken()
     position.open_window(iteration)
     assert position.describe("fetch") == Target((0, 1), (), 0, ((0, 1, None),), 1, {}, 2, "fetch")
@@ -211,11 +210,20 @@ def test_norms_of_gradients_are_the_peers_as_far_as_they_have_asked_for_them() -
     assert there.describe("fetch").norms == ()
 
 
-def test_places_without_the_peers_gradients() -> None:
-    assert peers(at="grad").reachable
-    assert peers(at="grad", grads=1).reachable  # a GAN's second update: the first has stepped
-    assert not peers(at="grad", grads=1, pending=True).reachable
-    assert peers(at="op", grads=1).reachable
+def test_gradients_are_pending_behind_the_last_step_that_the_peers_have_done() -> None:
+    there, here = ScriptPosition(), ScriptPosition()
+    there.open_window(there.begin(None))
+    there.graded()
+    there.graded()
+    here.relocate(there.describe("op"))
+    assert here.arrive(here.begin(None))
+    here.replay_grad()
+    assert not here.pending
+    here.replay_grad()
+    assert here.pending and here.settle()
+    assert here.describe("op").pending
+    here.step_taken()
+    assert not here.pending
 
 
 def told(epochs: int, passes: int = 2) -> ScriptPosition:
