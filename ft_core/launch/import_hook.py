@@ -154,6 +154,11 @@ class _Notifier(Loader):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # for users of `find_spec` that do not import
 
+    def get_code(self, name: str) -> Any:
+        """What `python -m` runs as `__main__`. Nothing would be told of that, nor does it use what callbacks
+        have put into the module: so `main` of the module itself is run."""
+        return compile(f"import sys\nfrom {name} import main\nsys.exit(main())", name, "exec")
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 

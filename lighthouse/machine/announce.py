@@ -297,7 +297,7 @@ def mismatch(join: Join, other: Join) -> str:
         return (
             f"{join.name} does not match {other.name}: it has {join.schema_text or 'no schema'}"
             f", and the lighthouse's log says what {other.name} has; {UNLIKE} model and settings, and "
-            "separate jobs job ids of their own (FT_JOB_ID)"
+            "separate jobs need job ids of their own (FT_JOB_ID)"
         )
     if other.group_commit != join.group_commit:
         kinds = {True: "commit=group", False: "commit=quorum"}

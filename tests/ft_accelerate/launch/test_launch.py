@@ -461,6 +461,18 @@ def test_plain_accelerate_launch_starts_the_groups(tmp_path: Path) -> None:
     assert "starting replica groups 0 to 1 of 2" in done.stderr
 
 
+@pytest.mark.process
+def test_so_does_the_launcher_that_is_run_as_a_module(tmp_path: Path) -> None:
+    """As debuggers are told to start it. Python runs such a module without an import."""
+    config = written(tmp_path, ON_CPU, {"min_replica": 2})
+    flags = ["--config_file", config, "--use_fault_tolerance", "train.py"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
+    env = installed(tmp_path)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ft_accelerate: ") and "min_replicas" in done.stderr
+
+
 def test_the_first_machines_lighthouse_stays_until_the_others_are_done(
     stock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
