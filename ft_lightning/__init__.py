@@ -3,7 +3,8 @@
     trainer = Trainer(strategy="ft_ddp", devices=4)     # the name is known where this is installed
     fabric = Fabric(strategy="ft_ddp", devices=4)
 
-or by object, with options: `Trainer(strategy=ft_lightning.FTDDPStrategy(min_replicas=2))`.
+or by object, with options: `Trainer(strategy=ft_lightning.FTDDPStrategy(min_replicas=2))`. A Fabric takes
+that of `ft_lightning.fabric`.
 
 Lightning's two namespaces have different classes, and a Trainer takes only those of its own.
 `ft_lightning.FTDDPStrategy` is the class for the namespace that is imported already.
