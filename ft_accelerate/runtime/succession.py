@@ -93,6 +93,16 @@ class _Owed:
     changed: dict[str, tuple[Any, Any]]
     """Attributes that it has changed: (before, after)."""
 
+    def is_over(self, event: str) -> bool:
+        """Whether `event` ends what the hook sets up. A training ends what its callback's own hook ends: the
+        rest serves an evaluation or a prediction behind it."""
+        from transformers import TrainerCallback
+
+        if event != END_OF[self.event]:
+            return False
+        ends = getattr(type(self.callback), "on_train_end", None)
+        return event != "on_train_end" or ends is not TrainerCallback.on_train_end
+
     def put_back(self) -> None:
         """What it has changed is as before, unless something else has changed it since."""
         attributes = _attributes(self.callback)
@@ -133,7 +143,7 @@ class OwedHooks:
         elif event in END_OF:
             return self._note(runtime, call)
         if self._owed:
-            self._owed = [owed for owed in self._owed if END_OF[owed.event] != event]
+            self._owed = [owed for owed in self._owed if not owed.is_over(event)]
         if not self._late:
             return call.run()
         late = self._call_later(runtime, call)

@@ -175,6 +175,19 @@ def test_a_hook_whose_time_is_over_is_not_owed(tmp_path: Path) -> None:
     assert tracker.epochs == 0
 
 
+def test_what_no_hook_ends_is_owed_behind_the_training(tmp_path: Path) -> None:
+    """It logs what an evaluation or a prediction finds there."""
+    bar, tracker = ProgressCallback(), Tracker()
+    fit = Fit(tmp_path, bar, tracker)
+    fit("on_train_begin")
+    fit.steps(2)
+    fit("on_train_end")
+    fit.role.leads = True
+    fit("on_log", logs={"test_loss": 1.0})
+    assert tracker.run is not None and tracker.rows == [2]
+    assert bar.training_bar is None
+
+
 def test_a_tracker_that_fails_in_the_new_main_process_does_not_end_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
