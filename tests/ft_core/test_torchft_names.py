@@ -158,7 +158,7 @@ def test_seconds_of_the_environment_count_in_place_of_arguments(
     with lighthouse() as server:
         monkeypatch.setenv("TORCHFT_QUORUM_TIMEOUT_SEC", "1")
         waits = manager(server.address(), "a", quorum_timeout=None, min_replica_size=2)
-        with pytest.raises(QuorumUnavailable, match="no quorum within the timeout"):
+        with pytest.raises(QuorumUnavailable, match="no quorum within"):
             waits.start_quorum()
         waits.shutdown()
         monkeypatch.delenv("TORCHFT_QUORUM_TIMEOUT_SEC")
