@@ -368,6 +368,7 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
     with batch_size.updating(runtime):
         original(self, closure)
     runtime.position.step_taken()
+    runtime.means.stepped(self.optimizer)
     return None
 
 

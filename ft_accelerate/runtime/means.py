@@ -2,27 +2,27 @@
 
 A script may average gradients and not step at once: it has two backwards for one step (a discriminator's on
 real and on generated data), an operation between backward and step, accumulation that synchronizes in each
-batch, two optimizers and something between their steps. A process that comes back to such a place needs its
+batch, two optimizers and something between their steps, one that steps seldom. A process that comes back to such a place needs its
 peers' gradients besides their state, and they may not be able to go on without it.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
 from ft_accelerate.runtime.models import FaultTolerantModel, Prepared
-from ft_accelerate.runtime.script_position import Phase, ScriptPosition
+from ft_accelerate.runtime.script_position import ScriptPosition
 
 
 class Means:
-    """The gradients that the last gradient step of the script's window has left, on which an optimizer may step
-    still: a peer that comes back needs them. Thread: the one that runs backward for `committed` and `refused`, else
-    the loop's.
+    """The gradients on which an optimizer may step still, as the last gradient step has left them, and the script
+    since: a peer that comes back needs them. Thread: the one that runs backward for `committed`, else the loop's.
 
     A backward that follows adds to them, and a state is asked for in the middle of it. So they are copied
-    before it.
+    before it. In an ordinary loop they are None then.
     """
 
     def __init__(self, prepared: Prepared, position: ScriptPosition) -> None:
@@ -31,6 +31,9 @@ class Means:
         """Those that have come with the peers' state."""
         self._held: dict[str, list[Tensor | None]] = {}
         self._held_at: tuple[Any, int] | None = None
+        """None: the script has begun no backward by `accelerator.backward`."""
+        self._stepped: WeakSet[Any] = WeakSet()
+        """Optimizers that have stepped since the last gradient step."""
 
     @property
     def _at(self) -> tuple[Any, int]:
@@ -42,36 +45,40 @@ class Means:
         return self._held_at == self._at
 
     def before_backward(self) -> None:
-        """One begins, whether it synchronizes or not."""
-        if self._position.grads and not self._added_to:
-            self._held, self._held_at = self._copied(), self._at
+        """One begins, whether it synchronizes or not. In a script that has done here what its peers have done, it adds
+        to their gradients: what the script has changed in its own (clipped, say) they have changed, too."""
+        if self._added_to:
+            return
+        if not self._position.grad_is_done:
+            self._take()
+        self._held, self._held_at = self._copied(), self._at
 
     def committed(self) -> None:
         """A gradient step is: what is held is of the one before."""
         self._position.graded()
-        self._held, self._held_at = {}, None
+        self._held, self.peers = {}, {}
+        self._stepped.clear()
+
+    def stepped(self, optimizer: Any) -> None:
+        """This one of torch's has."""
+        self._stepped.add(optimizer)
 
     def given(self, *, within_backward: bool) -> dict[str, list[Tensor | None]]:
         """Copies of those of each model, by its number; None: a parameter has no gradient. Empty: there are
         none, or they are not known."""
         if self._added_to:
             return self._held
-        return {} if within_backward or not self._position.grads else self._copied()
-
-    def refused(self) -> None:
-        """Backward has ended, of a step that the peers have done. Behind the last one what follows adds to
-        their gradients."""
-        position = self._position
-        position.replay_grad()
-        if position.phase is Phase.REPLAY and not position.grad_is_done:
-            self._take()
+        known = self._position.grads or self._held_at is not None
+        return self._copied() if known and not within_backward else {}
 
     def arrived(self, *, within_backward: bool) -> None:
-        """This script is where its peers were. Since it took their gradients, the script may have changed them
-        as the peers' have (clipped, say), unless a backward of its own adds to them."""
-        if not (within_backward or self._added_to):
+        """This script has done what its peers had done; `within_backward`: they were in the next one, before which it
+        takes their gradients."""
+        self._stepped.clear()
+        if self._added_to:
+            self.peers = {}
+        elif not within_backward:
             self._take()
-        self.peers = {}
 
     def _take(self) -> None:
         for number, values in self.peers.items():
@@ -82,14 +89,21 @@ class Means:
                         parameter.grad = None if value is None else value.clone()
                     else:
                         parameter.grad.copy_(value)  # it may share memory with a bucket
+        self.peers = {}
 
     def _copied(self) -> dict[str, list[Tensor | None]]:
         """Empty: there is a model of another kind (FSDP2)."""
         living = {str(n): model for n, ref in enumerate(self._prepared.models) if (model := ref())}
         if not all(isinstance(model, FaultTolerantModel) for model in living.values()):
             return {}
+        # Where a window begins, what an optimizer has stepped on is left over.
+        done = () if self._position.grads else self._stepped
+        over = {id(p) for each in done for group in each.param_groups for p in group["params"]}
         return {
-            number: [None if p.grad is None else p.grad.detach().clone() for p in _trained(model)]
+            number: [
+                None if p.grad is None or id(p) in over else p.grad.detach().clone()
+                for p in _trained(model)
+            ]
             for number, model in living.items()
         }
 

@@ -90,7 +90,7 @@ class Runtime:
                 vote=self._vote,
                 again=self._begin_gradients_again,
                 committed=self._gradients_committed,
-                refused=self.means.refused,
+                refused=self.position.replay_grad,
                 unused_hint=UNUSED_HINT,
             )
         )

@@ -20,10 +20,10 @@ from accelerate.utils import GradientAccumulationPlugin
 each = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
 accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=each)
 torch.manual_seed(0)
-nets = [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)]
+nets = [torch.nn.Linear(4, 1) for _ in range(3)]
 sgd = [torch.optim.Adam(net.parameters(), 0.01) for net in nets]
 data = torch.utils.data.TensorDataset(torch.randn(96, 4))
-first, second, one, two, loader = accelerator.prepare(
+first, second, third, one, two, three, loader = accelerator.prepare(
     *nets, *sgd, torch.utils.data.DataLoader(data, 4, shuffle=True))
 life, dies = int(os.environ["FT_RESTARTS"]), sys.argv[2:]
 
@@ -41,9 +41,10 @@ for epoch in range(4):
                 accelerator.backward((first(batch) - 1).square().mean())
             at("behind a local backward", index)
             accelerator.backward(first(batch * 2).square().mean())
-            accelerator.backward(second(batch).square().mean())
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(first.parameters(), 0.1)
+            at("behind a clip", index)
+            accelerator.backward(second(batch).square().mean())
             at("before an operation", index)
             accelerator.wait_for_everyone()
             one.step()
@@ -52,6 +53,12 @@ for epoch in range(4):
             two.step()
             one.zero_grad(set_to_none=False)
             two.zero_grad()
+            if index % 4 == 3:
+                three.step()
+                three.zero_grad()
+            at("before one that steps seldom", index)
+            accelerator.backward(third(batch).square().mean())
+            at("before a batch", index)
 weights = b"".join(p.detach().numpy().tobytes() for net in nets for p in net.parameters())
 Path(sys.argv[1], str(accelerator.process_index)).write_text(hashlib.sha256(weights).hexdigest())
 """
@@ -66,6 +73,8 @@ def test_killed_where_no_optimizer_has_stepped_on_averaged_gradients(tmp_path: P
         "behind a local backward 0 7",
         "between two steps 1 1",
         "before an operation 1 5",
+        "before a batch 1 7",
+        "behind a clip 1 11",
         "between two steps 2 3",
     ]
     for out in ("whole", "killed"):
