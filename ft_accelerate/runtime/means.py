@@ -75,6 +75,8 @@ class Means:
         """This script has done what its peers had done; `within_backward`: they were in the next one, before which it
         takes their gradients."""
         self._stepped.clear()
+        if not self.peers:  # all that theirs may have are left over
+            self._stepped.update(self._prepared.optimizers)
         if self._added_to:
             self.peers = {}
         elif not within_backward:
@@ -92,20 +94,23 @@ class Means:
         self.peers = {}
 
     def _copied(self) -> dict[str, list[Tensor | None]]:
-        """Empty: there is a model of another kind (FSDP2)."""
+        """Empty: there are none, or there is a model of another kind (FSDP2)."""
+        # Where a window begins, what an optimizer has stepped on is left over: in most loops, all of it.
+        done = () if self._position.grads else self._stepped
+        if done and all(optimizer in done for optimizer in self._prepared.optimizers):
+            return {}
         living = {str(n): model for n, ref in enumerate(self._prepared.models) if (model := ref())}
         if not all(isinstance(model, FaultTolerantModel) for model in living.values()):
             return {}
-        # Where a window begins, what an optimizer has stepped on is left over.
-        done = () if self._position.grads else self._stepped
         over = {id(p) for each in done for group in each.param_groups for p in group["params"]}
-        return {
+        found: dict[str, list[Tensor | None]] = {
             number: [
                 None if p.grad is None or id(p) in over else p.grad.detach().clone()
                 for p in _trained(model)
             ]
             for number, model in living.items()
         }
+        return found if any(p is not None for each in found.values() for p in each) else {}
 
 
 def _trained(model: FaultTolerantModel) -> list[Tensor]:
