@@ -2,8 +2,8 @@
 
 A script may average gradients and not step at once: it has two backwards for one step (a discriminator's on
 real and on generated data), an operation between backward and step, accumulation that synchronizes in each
-batch, two optimizers and something between their steps, one that steps seldom. A process that comes back to such a place needs its
-peers' gradients besides their state, and they may not be able to go on without it.
+batch, two optimizers and something between their steps, or an optimizer that steps seldom. A process that comes
+back to such a place needs its peers' gradients besides their state, and they may not be able to go on without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Means:
     since: a peer that comes back needs them. Thread: the one that runs backward for `committed`, else the loop's.
 
     A backward that follows adds to them, and a state is asked for in the middle of it. So they are copied
-    before it. In an ordinary loop they are None then.
+    before it. In an ordinary loop there are none then.
     """
 
     def __init__(self, prepared: Prepared, position: ScriptPosition) -> None:
