@@ -11,9 +11,9 @@ from the others' gradients. When its patience ends, its attempt fails. A new quo
 all processes begin with headers.
 
 Gradients of unlike batches match, too: a script that leaves out a batch in one process alone is one
-ahead from there on. So the header of gradients, and of parameters that are averaged, has the batch, and one
-event in `TOGETHER_EVENTS` has a
-header again. All are at the same event, so none waits there for one that is not.
+ahead from there on. So the header of gradients, and of parameters that are averaged, has the batch. One
+gradient event in `TOGETHER_EVENTS` has a header again. All are at the same event, so none waits there for one
+that is not.
 """
 
 from __future__ import annotations

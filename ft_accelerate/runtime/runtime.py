@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import signal
 import sys
 import threading
@@ -54,9 +53,9 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import SHARED_JOB, ReplicaEnv, Supervision
 from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
-from ft_core.launch.ending import Sigterm
+from ft_core.launch.ending import Sigterm, end_at_once
 from ft_core.launch.restarts import OVER_EXIT_CODE
-from ft_core.launch.supervisor import after, age_s, die_with, say
+from ft_core.launch.supervisor import after, age_s, die_with
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import TrainingOver
@@ -97,7 +96,8 @@ class Runtime:
         self.manager: Manager | None = None
         same = options.job_id != SHARED_JOB or supervision.restarts > 0
         self.saved = SavedPosition(self.position, options.job_id if same else "")
-        self.runs, self.attempts_discarded = TrackerRuns(), 0
+        self.runs = TrackerRuns()
+        self.attempts_discarded = 0
         self.contributes = True
         """Whether this process's values count in the current step: it is not only healing."""
         self.serve_copies = False
@@ -119,7 +119,8 @@ class Runtime:
         self._untaken, self._failed = False, ""
         self._at, self._starting = "fetch", 0  # the thread in which a quorum is being started
         self._healed: dict[str, Any] | None = None
-        self._headers, self._sigterm = GradientHeaders(), Sigterm(self._is_waiting)
+        self._headers = GradientHeaders()
+        self._sigterm = Sigterm(self._is_waiting)
         log_to = place.event_log
         self._sink = JsonlSink(Path(log_to), name=str(ranks.number)) if log_to else None
         if supervision.pid:
@@ -666,9 +667,7 @@ class Runtime:
     def _end_early(self, why: str) -> None:
         """End this process, so that it is started again."""
         self.close()
-        say("ft_accelerate", why)
-        sys.stdout.flush()
-        os._exit(EARLY_EXIT_CODE)  # nothing else changes the exit code at exit
+        end_at_once("ft_accelerate", why, EARLY_EXIT_CODE)
 
     def ends_early(self) -> bool:
         """Whether the script, which is at its end, has not reached its peers' place."""

@@ -14,8 +14,6 @@ when the group was restarted.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +29,7 @@ from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.heal import digest
 from ft_core.launch.board import slot
+from ft_core.launch.ending import end_at_once
 from ft_core.launch.narrator import Narrator
 from ft_core.launch.restarts import BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import say
@@ -233,9 +232,7 @@ def end_with_group(error: GroupBroken) -> NoReturn:
     """What `ended_with_its_group` does, for an `except` on the way of each step."""
     if isinstance(error, GroupLeft):
         raise SystemExit(SIGTERM_EXIT_CODE) from error
-    say("ft_accelerate", str(error))
-    sys.stdout.flush()
-    os._exit(BROKEN_EXIT_CODE)
+    end_at_once("ft_accelerate", str(error), BROKEN_EXIT_CODE)
 
 
 class StartupCollectives:

@@ -96,12 +96,14 @@ class _Owed:
     def is_over(self, event: str) -> bool:
         """Whether `event` ends what the hook sets up. A training ends what its callback's own hook ends: the
         rest serves an evaluation or a prediction behind it."""
-        from transformers import TrainerCallback
-
         if event != END_OF[self.event]:
             return False
+        if event != "on_train_end":
+            return True
+        from transformers import TrainerCallback
+
         ends = getattr(type(self.callback), "on_train_end", None)
-        return event != "on_train_end" or ends is not TrainerCallback.on_train_end
+        return ends is not TrainerCallback.on_train_end
 
     def put_back(self) -> None:
         """What it has changed is as before, unless something else has changed it since."""

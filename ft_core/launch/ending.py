@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 from ft_core.environment import ReplicaEnv
 from ft_core.errors import (
@@ -72,6 +72,15 @@ def end_with_a_line(whose: str, name: str) -> None:
         sys.excepthook = _ending(whose, name, sys.excepthook)
 
 
+def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -> NoReturn:
+    """Say `why` (nothing, if it is empty) as `say` does, and end this process without what the script would
+    do on its way out, which could change the exit code."""
+    if why:
+        say(whose, why, stream)
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def _ending(whose: str, name: str, otherwise: _Hook) -> _Hook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = next((code for each, code in CODES.items() if issubclass(kind, each)), None)
@@ -82,11 +91,9 @@ def _ending(whose: str, name: str, otherwise: _Hook) -> _Hook:
         # The supervisor of several groups adds nothing to these.
         group = f"replica group {name}: " if of_group and slot().there else ""
         silent = of_group and ReplicaEnv.read().group_rank
-        if not silent:  # all ranks of the group end so, and one tells
-            # Not `sys.stderr`: torch.distributed has put a buffer there, which it prints when this returns.
-            say(whose, f"{group}{error}", sys.__stderr__)
-        sys.stdout.flush()
-        os._exit(code)
+        # All ranks of the group end so, and one tells. Not on `sys.stderr`: torch.distributed has put a
+        # buffer there, which it prints when this returns.
+        end_at_once(whose, "" if silent else f"{group}{error}", code, sys.__stderr__)
 
     hook.ft_core = True  # type: ignore[attr-defined]
     return hook

@@ -156,7 +156,9 @@ class _Notifier(Loader):
 
     def get_code(self, name: str) -> Any:
         """What `python -m` runs as `__main__`. Nothing would be told of that, nor does it use what callbacks
-        have put into the module: so `main` of the module itself is run."""
+        have put into the module: so `main` of the module itself is run, where it has one."""
+        if not hasattr(importlib.import_module(name), "main"):
+            return self._loader.get_code(name)  # type: ignore[attr-defined]
         return compile(f"import sys\nfrom {name} import main\nsys.exit(main())", name, "exec")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -249,3 +250,21 @@ def test_threads_that_wait_and_import_at_once(write: Write) -> None:
         for thread in threads:
             thread.join(10)
         assert seen == [1, 1]
+
+
+def test_a_module_that_python_runs_has_what_callbacks_put_into_it(write: Write) -> None:
+    """`python -m` does not import it."""
+    name = write(
+        "def main(): return told\n\ntold = 1\nif __name__ == '__main__': raise SystemExit(main())\n"
+    )
+    when_imported(name, lambda module: setattr(module, "told", 2))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(name, run_name="__main__")
+    assert ended.value.code == 2
+
+
+def test_one_without_a_main_runs_as_it_is(write: Write) -> None:
+    name, seen = write("ran = __name__\n"), []
+    when_imported(name, seen.append)
+    assert runpy.run_module(name, run_name="__main__")["ran"] == "__main__"
+    assert len(seen) == 1
