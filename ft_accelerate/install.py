@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,7 @@ from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import EARLY, Phase
 from ft_accelerate.seams import Seam, around
 from ft_core.launch.import_hook import when_imported
+from ft_core.step import update
 
 log = logging.getLogger("ft_accelerate")
 
@@ -350,7 +352,7 @@ def _zero_grad(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs:
 def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = None) -> Any:
     if not self.gradient_state.sync_gradients:
         return original(self, closure)
-    if not runtime.live:
+    if runtime.position.phase is not Phase.LIVE:
         runtime.step_left_out()
         self._is_overflow = False
         if self.scaler is not None:
@@ -365,8 +367,11 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
         runtime.reducer.check_complete()
     if runtime.num_processes > 1:
         runtime.prepared.refuse_unfrozen(self.optimizer)
-    with batch_size.updating(runtime):
-        original(self, closure)
+    step = partial(original, self, closure)
+    if runtime.manager is None:
+        step()
+    else:
+        update(runtime.manager, step, partial(batch_size.begins_anew, runtime))
     runtime.position.step_taken()
     runtime.means.stepped(self.optimizer)
     return None

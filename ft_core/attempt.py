@@ -184,7 +184,9 @@ class Attempts:
             self._state.offer(behind=before.stage is not Stage.MEMBER or before.healing)
         status = session.control.submit(events.Begin(heal_in_step=in_step))
         if status.entered:
-            session.refuse_to_go_back(status)
+            bound, view = self._bound, status.view
+            if bound is None or view is None or view.quorum_id != bound.quorum_id:
+                session.refuse_to_go_back(status)
             self.step.part = self.part(status)
             if may_show and self._card is not None:
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
@@ -353,7 +355,8 @@ class Attempts:
         """Before a vote, and before what is served is forgotten: tell the others if the loop has changed
         what they may have read. Whether it has not."""
         control = self.session.control
-        if self._state.unchanged(control.status):
+        # What is not published has been withdrawn.
+        if control.status.published is None or self._state.unchanged():
             return True
         control.submit(events.ServedTorn(CHANGED_WHILE_SERVED))
         return False
@@ -377,7 +380,8 @@ class Attempts:
             # Peers may be late for longer than the lighthouse may be away. It ends their delay, or it
             # says for which groups the job waits, as it does at the start of a step.
             look = away_s + (session.control.away_since or now)
-            status = session.vote(vote, min(deadline, look))
+            outside = session.refuse_if_others_are_past
+            status = session.control.vote(vote, min(deadline, look), outside)
             if status.outcome is not None:
                 return status, status.outcome
             session.check_refused()

@@ -599,19 +599,23 @@ class SharedBuffers:
 MOST_NAMED = 3
 
 
-class FrozenParameters:
-    """Those of `module` that are frozen when it is wrapped. As under torch's DDP, their gradients are averaged at no time:
-    what is unfrozen later would be trained in each replica group apart. The loop's thread only."""
+Frozen = list[tuple[str, nn.Parameter]]
 
-    def __init__(self, module: nn.Module) -> None:
-        self._all = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
 
-    def refuse(self, optimizer: torch.optim.Optimizer, when: str, advice: str) -> None:
-        """Raise ValueError if `optimizer` is about to train one; see `refuse_unaveraged`."""
-        if any(p.grad is not None for _, p in self._all):
-            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            names = [n for n, p in self._all if p.grad is not None and id(p) in trained]
-            refuse_unaveraged(names, when, advice)
+def frozen_parameters(module: nn.Module) -> Frozen:
+    """Those that are frozen when `module` is wrapped, with their names. As under torch's DDP, their gradients are
+    averaged at no time: what is unfrozen later would be trained in each replica group apart."""
+    return [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+
+
+def refuse_unfrozen(
+    frozen: Frozen, optimizer: torch.optim.Optimizer, when: str, advice: str
+) -> None:
+    """Raise ValueError if `optimizer` is about to train one of `frozen`; see `refuse_unaveraged`."""
+    if any(p.grad is not None for _, p in frozen):
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [name for name, p in frozen if p.grad is not None and id(p) in trained]
+        refuse_unaveraged(names, when, advice)
 
 
 def refuse_unaveraged(names: list[str], when: str, advice: str) -> None:

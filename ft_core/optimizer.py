@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer as TorchOptimizer
 
-from ft_core.step import StepManager, updating
+from ft_core.step import StepManager, update
 
 log = logging.getLogger("ft_core")
 
@@ -107,8 +107,7 @@ class OptimizerWrapper(TorchOptimizer):
         return loss
 
     def _update(self) -> None:
-        with updating(self.manager):
-            self.optim.step()
+        update(self.manager, self.optim.step)
 
     def _vote(self) -> bool:
         self._open = False

@@ -55,7 +55,7 @@ from ft_core.launch.kept import Card, Version
 from ft_core.process_group.device_memory import DeviceEvent, devices_of, synchronize
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.replica.shares import Shares
-from ft_core.replica.status import INITIAL, ReplicaStatus
+from ft_core.replica.status import INITIAL
 from ft_core.shell.session import Session
 from lighthouse.wire.messages import NOT_COUNTED
 
@@ -327,11 +327,11 @@ class State:
         self.shows, self._shown = False, None
         (session.plane.freeze if copy else session.plane.retire)()
 
-    def unchanged(self, status: ReplicaStatus) -> bool:
+    def unchanged(self) -> bool:
         """Whether the tensors that a peer may have read are as they were when they were first served, in
         this attempt at the step or an earlier one. If they are not, copies are served from the next time
         on."""
-        if status.published is None or _as_seen(self._served):  # else what was served is withdrawn
+        if _as_seen(self._served):
             return True
         log.warning(CHANGED_WHILE_SERVED)
         self._copies, self._served = True, []

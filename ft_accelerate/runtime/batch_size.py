@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate.utils.memory import should_reduce_batch_size
@@ -19,7 +18,6 @@ from ft_accelerate.runtime.process import activate
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import SizeGivenUp
 from ft_accelerate.seams import around
-from ft_core import step
 
 ALONE = (
     "this process came back, and had no memory left for the batch size with which its peers train: it is no "
@@ -58,14 +56,8 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
     return one_try
 
 
-def updating(runtime: Runtime) -> AbstractContextManager[None]:
-    """The update of a committed step. What it raises, which the script may catch, costs this process its state, since
-    that may be half updated. But not where all have run out of memory, and begin anew with a smaller batch."""
-    if runtime.manager is None:
-        return nullcontext()
-
-    def begins_anew(error: BaseException) -> bool:
-        all_do = runtime.position.tries and isinstance(error, Exception)
-        return all_do and should_reduce_batch_size(error)
-
-    return step.updating(runtime.manager, begins_anew)
+def begins_anew(runtime: Runtime, error: BaseException) -> bool:
+    """Whether all have run out of memory, and begin anew with a smaller batch. Else what an update raises, which
+    the script may catch, costs this process its state, since that may be half updated."""
+    all_do = runtime.position.tries and isinstance(error, Exception)
+    return all_do and should_reduce_batch_size(error)

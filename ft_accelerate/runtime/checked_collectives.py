@@ -204,9 +204,13 @@ def _merged(known: list[list[list[int]] | None]) -> list[list[int]] | None:
 
 
 class GradientHeaders:
-    """Which gradient steps begin with a header. One process's; the thread of `_begin_gradients_again`."""
+    """Which gradient steps begin with a header. One process's; the thread of `_begin_gradients_again`.
 
-    def __init__(self) -> None:
+    `kept_apart`: headers are, from gradients of other steps.
+    """
+
+    def __init__(self, *, kept_apart: bool) -> None:
+        self._kept_apart = kept_apart
         self._quorum: int | None = None  # in which all have had one
 
     def due(self, quorum: int, event: int) -> bool:
@@ -219,9 +223,9 @@ class GradientHeaders:
         waits = kind is Kind.GRADIENTS or quorum != self._quorum
         return None if waits else PATIENCE * timeout_s
 
-    def committed(self, quorum: int, *, kept_apart: bool) -> None:
-        """A gradient step is. `kept_apart`: headers are, from gradients of other steps."""
-        self._quorum = quorum if kept_apart else None
+    def committed(self, quorum: int, *, models: int) -> None:
+        """A gradient step is. With several models the others may be at another one."""
+        self._quorum = quorum if self._kept_apart and models == 1 else None
 
 
 Attempt = Callable[[CheckedCollectives], Any]

@@ -76,8 +76,8 @@ class _Pass:
         self._iteration = runtime.position.begin(state, left_out)
         self._length = _length(loader)
         self._iteration.has_length = self._length is not None
-        self._index = -1
-        """By which its batches are drawn."""
+        self._share = -1
+        """Of the data, which is read."""
 
     def batches(self) -> Iterator[Any]:
         """What the script gets."""
@@ -95,7 +95,7 @@ class _Pass:
                         break
                     batch = self._first_batch()
                 else:
-                    if real is not None and self._index != runtime.group_ranks.process_index:
+                    if real is not None and self._share != runtime.group_ranks.share:
                         real.close()  # type: ignore[attr-defined]
                         real = None  # it goes on with the share of another group
                         position.generator_states[iteration.seq] = iteration.generator_state
@@ -131,8 +131,8 @@ class _Pass:
     def _start(self) -> Iterator[Any]:
         """The real batches, from this pass's position on."""
         loader, iteration = self._loader, self._iteration
-        self._index = self._runtime.group_ranks.process_index
-        read_as(loader, self._index, self._runtime.num_processes)
+        self._share = self._runtime.group_ranks.share
+        read_as(loader, self._runtime.process_index, self._runtime.num_processes)
         own = torch.get_rng_state() if self._draws_from_torch else None
         state = self._runtime.position.generator_states.pop(iteration.seq, None)
         if self._generator is not None and state is not None:

@@ -49,7 +49,7 @@ class Means:
         to their gradients: what the script has changed in its own (clipped, say) they have changed, too."""
         if self._added_to:
             return
-        if not self._position.grad_is_done:
+        if self.peers and not self._position.grad_is_done:
             self._take()
         self._held, self._held_at = self._copied(), self._at
 

@@ -16,7 +16,12 @@ from torch.autograd import Variable
 
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.collectives.retry import RetryableReducer
-from ft_core.ddp import FrozenParameters, RetryableDistributedDataParallel, never_compile
+from ft_core.ddp import (
+    RetryableDistributedDataParallel,
+    frozen_parameters,
+    never_compile,
+    refuse_unfrozen,
+)
 
 UNUSED_HINT = (
     "pass kwargs_handlers="
@@ -48,7 +53,7 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         super().__init__(reducer, module, **kwargs)
         never_compile(__package__)
         self._memory = Memory(position)
-        self._frozen = FrozenParameters(module)
+        self._frozen = frozen_parameters(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Compute, or return the remembered output."""
@@ -64,8 +69,9 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
 
     def refuse_unfrozen(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` is about to train a parameter that was frozen when it was prepared."""
-        if self.require_backward_grad_sync:  # else LocalSGD averages parameters
-            self._frozen.refuse(optimizer, "when the model was prepared", UNFREEZE)
+        # Where LocalSGD averages, it averages parameters.
+        if self._frozen and self.require_backward_grad_sync:
+            refuse_unfrozen(self._frozen, optimizer, "when the model was prepared", UNFREEZE)
 
 
 class Memory:
@@ -96,10 +102,11 @@ class Memory:
     ) -> Any:
         """What `compute(answers)` returns, or has returned. `answers`: for the script's past, in which its
         output stands for others. `counts`: a backward is one that synchronizes."""
-        if self._position.remembers:
+        phase = self._position.phase
+        if phase is not Phase.LIVE and self._position.remembers:
             return self._remembered_forward(module, compute, inputs, kwargs, counts)
         self._remembered.clear()
-        if self._position.phase is not Phase.REPLAY:
+        if phase is not Phase.REPLAY:
             return compute(False)
         with _without_trace(module):
             return compute(False)

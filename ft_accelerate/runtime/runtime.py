@@ -119,7 +119,7 @@ class Runtime:
         self._untaken, self._failed = False, ""
         self._at, self._starting = "fetch", 0  # the thread in which a quorum is being started
         self._healed: dict[str, Any] | None = None
-        self._headers = GradientHeaders()
+        self._headers = GradientHeaders(kept_apart=False)
         self._sigterm = Sigterm(self._is_waiting)
         log_to = place.event_log
         self._sink = JsonlSink(Path(log_to), name=str(ranks.number)) if log_to else None
@@ -331,20 +331,15 @@ class Runtime:
         if not self.live and self.position.grad_is_done:
             return False
         self._manager.state.shares_rest = False
-        if self._manager.bind() and self._headers.due(self._quorum_id, self.position.events):
+        if self._manager.step.bind() and self._headers.due(self._quorum_id, self.position.events):
             self._attempt(Kind.GRADIENTS, lambda each: each.check(batch=self.position.batch))
         return True
 
     def _gradients_committed(self) -> None:
-        """A gradient step is committed, as all members of its quorum know.
-
-        Its next gradients seldom need a header. With NCCL they do, since it does not keep a header apart
-        from gradients; and with several models, as the others may be at another one.
-        """
+        """A gradient step is committed, as all members of its quorum know. Its next gradients seldom need a
+        header."""
         self.means.committed()
-        alike = self.options.commit == "quorum" and len(self.prepared.models) == 1
-        apart = alike and self.prepared.device.type == "cpu"
-        self._headers.committed(self._quorum_id, kept_apart=apart)
+        self._headers.committed(self._quorum_id, models=len(self.prepared.models))
 
     def drift(self, drifts: bool) -> None:
         """Whether the state changes between the steps that are voted on, in each process in its own
@@ -559,8 +554,11 @@ class Runtime:
             self._sigterm.watch()  # a handler of the script's own stays
         self.startup.close()
         self.group_ranks.tell_training(over=False)
-        allow_objects = self.options.heal_allow_objects
-        manager = self.group_ranks.manager(self.prepared.device)
+        allow_objects, device = self.options.heal_allow_objects, self.prepared.device
+        # NCCL does not keep a header apart from gradients.
+        apart = self.options.commit == "quorum" and device.type == "cpu"
+        self._headers = GradientHeaders(kept_apart=apart)
+        manager = self.group_ranks.manager(device)
         manager.set_state_dict_fns(self._load, self._dump)
         manager.preallocate_state(*self.prepared.optimizers)
         manager.register_compared(

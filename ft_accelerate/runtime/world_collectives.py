@@ -368,9 +368,15 @@ class TorchProxy:
     def __getattr__(self, name: str) -> Any:
         if name in self._names and active() is not None:
             return self._names[name]
-        return getattr(self._module, name)
+        value = getattr(self._module, name)
+        if isinstance(value, type) and name not in self._names:
+            self.__dict__[name] = (
+                value  # it stays what it is, and Accelerate asks for it with each tensor
+            )
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.pop(name, None)
         setattr(self._module, name, value)
 
     def __repr__(self) -> str:

@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
@@ -26,7 +27,7 @@ from ft_core.diloco.outer_step import OuterReduce, OuterStep, squared_norm
 from ft_core.diloco.schedule import Schedule, ScheduleEvent, Windows
 from ft_core.process_group import ProcessGroupError
 from ft_core.replica.status import WorldSizeMode
-from ft_core.step import updating
+from ft_core.step import update
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
@@ -338,8 +339,7 @@ class OuterLoop:
             self._discard(sent)
             return False
         assert sent is not None
-        with updating(manager):
-            self._finish(sent)
+        update(manager, partial(self._finish, sent))
         self.stats.committed += 1
         return True
 

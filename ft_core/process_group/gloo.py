@@ -35,7 +35,6 @@ from ft_core.process_group.device_memory import (
     DeviceEvent,
     DeviceStream,
     device_of,
-    first_device,
 )
 from ft_core.process_group.gloo_sockets import (
     DeviceSockets,
@@ -70,6 +69,8 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
     Raises `ValueError` for bad options.
     """
 
+    host_only = True
+
     def __init__(
         self,
         timeout: timedelta | float = 60.0,
@@ -89,13 +90,8 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
     def capturing(self) -> bool:
         return any(device.capturing() for device in self._staging)
 
-    def _issue_elsewhere(
-        self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Work | None:
-        """Through host memory, for tensors on CUDA. Raises `UnderCapture` while a graph is captured."""
-        device = first_device(args)
-        if device is None:
-            return None
+    def _issue_staged(self, device: CopyDevice, operation: str, *args: Any, **kwargs: Any) -> Work:
+        """Through host memory. Raises `UnderCapture` while a graph is captured."""
         if device not in self._staging:
             self._staging[device], self.on_device = Staging(device), True
         return self._staging[device].issue(self._issue_here, operation, *args, **kwargs)

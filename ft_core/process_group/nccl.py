@@ -276,15 +276,10 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     def capturing(self) -> bool:
         return self._on.capturing()
 
-    def _issue_elsewhere(
-        self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Work | None:
-        """Nowhere. Raises `UnderCapture` while a CUDA graph is captured."""
+    def _issue_here(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+        """Raises `UnderCapture` while a CUDA graph is captured."""
         if self.capturing:
             raise UnderCapture(operation)
-        return None
-
-    def _issue_here(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
         if operation == "reduce_scatter" and self._on.holds(args[0][0]):
             operation, args = _in_one_tensor(args)
         options = next((each for each in args if getattr(each, "asyncOp", True) is False), None)

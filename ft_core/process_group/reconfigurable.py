@@ -31,6 +31,7 @@ from torch.distributed import AllreduceOptions, Work
 from ft_core.environment import abort_dumps
 from ft_core.errors import AddressError, ProcessGroupError
 from ft_core.process_group.base import ProcessGroup
+from ft_core.process_group.device_memory import CopyDevice, first_device
 from ft_core.process_group.dialing import connect_limit_s, unreachable
 from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
 from ft_core.process_group.work import (
@@ -151,6 +152,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     Raises `ValueError` for a timeout that is not positive.
     """
+
+    host_only = False
+    """Whether the backend takes tensors in host memory only: those on a device are staged there."""
 
     def __init__(
         self, timeout: timedelta | float, *, hostname: str | None, interface: str | None
@@ -338,16 +342,13 @@ class ReconfigurableProcessGroup(ProcessGroup):
         return self.issue("allreduce", tensors, opts, watched=not tensors[0].is_cpu)
 
     def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
-        elsewhere = self._issue_elsewhere(operation, args, kwargs)
-        if elsewhere is not None:
-            return elsewhere
+        if self.host_only and (device := first_device(args)) is not None:
+            return self._issue_staged(device, operation, *args, **kwargs)
         return self._issue_here(operation, *args, watched=watched, **kwargs)
 
-    def _issue_elsewhere(
-        self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Work | None:
-        """The work of a collective whose tensors take another way; None: they take this group's."""
-        return None
+    def _issue_staged(self, device: CopyDevice, operation: str, *args: Any, **kwargs: Any) -> Work:
+        """`issue` for tensors on `device`, where the backend is `host_only`."""
+        raise NotImplementedError
 
     def _issue_here(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
         self._drop_ended()

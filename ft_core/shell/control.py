@@ -47,7 +47,7 @@ from ft_core.replica.events import (
     Withdraw,
 )
 from ft_core.replica.machine import Replica
-from ft_core.replica.status import ReplicaStatus
+from ft_core.replica.status import ReplicaStatus, Stage
 from lighthouse.sockets import await_ready
 from lighthouse.waits import ABSENT_S, READ_S, Overdue
 from lighthouse.wire.messages import NO_QUORUM, NO_TERM, Message, Request, Term
@@ -277,7 +277,8 @@ class Control:
         while True:
             self._turn()
             status = self.status
-            if status.outcome is not None or status.refused:
+            refused = status.stage is not Stage.MEMBER and status.refused
+            if status.outcome is not None or refused:
                 self._prompt = time.monotonic() - began < 2 * SPIN_S
                 return status
             self._raise_crash()

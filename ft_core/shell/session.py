@@ -16,7 +16,6 @@ from ft_core.launch.board import slot
 from ft_core.process_group import ProcessGroup
 from ft_core.replica.events import (
     DISCARDS_STATE,
-    CastVote,
     Depart,
     Fail,
     Remark,
@@ -167,7 +166,7 @@ class Session:
         status = self.control.status
         if status.refused:
             if status.reason.startswith(BROKEN):  # by another rank that has found this before?
-                self._refuse_if_others_are_past()
+                self.refuse_if_others_are_past()
             if status.reason.startswith(LEFT):
                 raise GroupLeft(status.reason)
             if status.reason.startswith(BROKEN):
@@ -214,7 +213,7 @@ class Session:
             if deadline is not None and now >= deadline:
                 return False
             if self.control.status.outside:
-                self._refuse_if_others_are_past()
+                self.refuse_if_others_are_past()
                 if now >= began + limit_s:
                     self._refuse_if_another_is_past()
             away = self.control.away_since
@@ -223,11 +222,8 @@ class Session:
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
 
-    def vote(self, vote: CastVote, deadline: float) -> ReplicaStatus:
-        """As `Control.vote`; raises TrainingOver as `wait_for`."""
-        return self.control.vote(vote, deadline, self._refuse_if_others_are_past)
-
-    def _refuse_if_others_are_past(self) -> None:
+    def refuse_if_others_are_past(self) -> None:
+        """This rank is outside: raises TrainingOver where `wait_for` does."""
         if self._follows and slot().others_are_past():
             raise TrainingOver(f"{OVER} in all other processes")
 

@@ -18,18 +18,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
-from ft_core.ddp import FrozenParameters
+from ft_core.ddp import Frozen, refuse_unfrozen
 from ft_core.errors import GroupLeft
 from ft_core.launch.ending import Sigterm
 from ft_core.replica.status import Participation
-from ft_core.step import updating
+from ft_core.step import update
 from ft_lightning.fabric.fabric_agreements import BACKWARD, FabricAgreementsMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window
 from ft_lightning.shared.step_collectives import forget_unscaling
@@ -74,7 +74,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._models: list[nn.Module] = []
         self._wrapped: list[Any] = []
         """Those of the models that are trained, in ft_core's wrapper."""
-        self._frozen: list[FrozenParameters] = []
+        self._frozen: Frozen = []
         self._optimizers: list[Any] = []
         self.progress = Progress()
         self._starting = self._started = self._healed = self._took_over = False
@@ -357,8 +357,8 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._check_update(optimizer)
             self.progress.step += self._window.count_update()
             assert self._manager is not None
-            with updating(self._manager):
-                output = super().optimizer_step(optimizer, **kwargs)
+            step = partial(super().optimizer_step, optimizer, **kwargs)
+            output = update(self._manager, step)
             return output if closure is None else result
         forget_unscaling(self.precision, optimizer)
         return result
@@ -369,8 +369,8 @@ class FabricStepMixin(FabricAgreementsMixin):
                 "the optimizer was stepped without gradients of a step: fetch a batch (in train mode, "
                 "with gradients enabled) and call fabric.backward(loss) before"
             )
-        for frozen in () if self._is_alone else self._frozen:
-            frozen.refuse(optimizer, "at fabric.setup", UNFREEZE)
+        if self._frozen and not self._is_alone:
+            refuse_unfrozen(self._frozen, optimizer, "at fabric.setup", UNFREEZE)
         if self._fed_by_loader or self._alone is None or self._is_alone:
             self._alone = optimizer
         if self._alone is not optimizer:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ft_core.collectives.retry import RetryableReducer
-from ft_core.ddp import FrozenParameters, RetryableDistributedDataParallel
+from ft_core.ddp import RetryableDistributedDataParallel, frozen_parameters
 from ft_core.environment import SHARED_JOB
 from ft_core.heal import digest
 from ft_core.launch import board
@@ -323,7 +323,7 @@ class FTFabricMixin(FabricSavesMixin):
             raise RuntimeError("set up all models before the first batch: peers heal them as one")
         self._models.append(module)
         if self._votes_each_step:  # else parameters are averaged
-            self._frozen.append(FrozenParameters(module))
+            self._frozen += frozen_parameters(module)
         if not any(p.requires_grad for p in module.parameters()):
             return module
         self._ensure_manager()

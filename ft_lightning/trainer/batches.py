@@ -107,6 +107,8 @@ class Batches:
         self.origin = Origin()
         """Of the epoch in the middle of which this fit was resumed with other batches."""
         self._resumes = False
+        self.known_length = True
+        """Whether the epoch under way ends after a number of batches that Lightning knows."""
         self.has_streams = False
         """Whether a training loader has no sampler: then `mark` has something to note."""
 
@@ -272,14 +274,12 @@ class Batches:
         return True
 
     def begin(self, trainer: Any) -> None:
-        """The first batch is about to be fetched, and no peer's place was taken."""
-        if self._resumes:
+        """The first batch of a step is about to be fetched."""
+        if self._resumes:  # and no peer's place was taken
             self.jump(trainer)
-
-    @staticmethod
-    def known_length(trainer: Any) -> bool:
-        """Whether the epoch under way ends after a number of batches that Lightning knows."""
-        return trainer.fit_loop._data_fetcher.length is not None
+        self.known_length = trainer.fit_loop._data_fetcher.length is not None
+        if self.has_streams:
+            self.mark(trainer)
 
     @staticmethod
     def end_epoch(trainer: Any) -> None:

@@ -183,8 +183,6 @@ class StepDriver:
                 self._decisions.wait_with_validation()
             self._start(Place.BOUNDARY)
             self._batches.begin(self._trainer)
-            if self._batches.has_streams:
-                self._batches.mark(self._trainer)
         if not self._window and self._share is not None:
             self._share.follow()
         if self._peer is not None:
@@ -388,7 +386,7 @@ class StepDriver:
     def _any_ends(self) -> Tensor | None:
         """Over a stream of unknown length: whether the batch at hand is a participant's last of this
         epoch. It is the last one of all then. Valid if the step is committed."""
-        if not self._shares_ends or self._batches.known_length(self._trainer):
+        if not self._shares_ends or self._batches.known_length:
             return None
         last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         ends = torch.tensor([float(last)], device=self._trainer.strategy.root_device)
