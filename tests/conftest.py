@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -44,7 +45,14 @@ class FailuresAtOnce:
             self._terminal.write_line(report.longreprtext[-4000:])
 
 
+def pytest_collection_finish() -> None:
+    """What the imports have made stays: no collection looks through it again."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
+    gc.disable()  # until all is imported
     plugins = session.config.pluginmanager
     terminal = plugins.get_plugin("terminalreporter")
     if terminal is not None:  # the process that prints, where several run tests

@@ -83,9 +83,13 @@ class Proxy:
         if self.swallows(hello):
             _pass(peer, None)
             return
-        onward = socket.create_connection((self._target.host, self._target.port))
-        self._sockets.append(onward)
-        onward.sendall(received)
+        try:
+            onward = socket.create_connection((self._target.host, self._target.port))
+            self._sockets.append(onward)
+            onward.sendall(received)
+        except OSError:  # the target is gone
+            _end(peer)
+            return
         self._start(_pass, onward, None if self.swallows_answers(hello) else peer)
         _pass(peer, onward)
 
