@@ -17,7 +17,7 @@ which speaks for all of them:
 - What the lighthouse says goes to all ranks. Its quorums also say how many attempts are spent. So it is asked once for
   all of them: an answer to each rank would cost as many messages as there are pairs of ranks.
 - *Leave*: the first leave is the group's. If that rank is to join again (it has given up its state, or
-  its place), the group goes on: the other ranks do the same.
+  its place), the group goes on: the other ranks do the same. What one rank is denied for good, all are.
 - *Leaving*: a rank that is told to end says so in a vote. The whole group leaves with it: the other
   ranks are refused with `LEFT`, and end too.
 - A rank that is gone breaks the group: the others end with an error and the launcher starts the
@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 
 from lighthouse.machine.job import Send
 from lighthouse.wire.messages import (
+    DENIED,
     GAVE_UP,
     MAX_DIGEST_BYTES,
     MAX_NONCE,
@@ -417,6 +418,8 @@ class GroupLeader:
                 differs = leave.reason.startswith(GAVE_UP)
                 told = Expelled(leave.job, NO_QUORUM, why, differs=differs)
                 self._send(range(self._size), told)
+        if leave.reason.startswith(DENIED):
+            self._send(range(self._size), Refused(leave.job, leave.reason))
         if self._member:
             self._start_over()
         # Else the others still wait for their first quorum, and need not join again.

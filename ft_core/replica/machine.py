@@ -294,7 +294,7 @@ class Replica:
         if not event.error:
             self._fetched = key
             return []
-        self.reason = f"heal failed: {event.error}"
+        self.reason = f"{messages.DENIED if event.denied else 'heal failed: '}{event.error}"
         if event.denied:
             refused = messages.Refused(self._template.job, self.reason)
             return [self._goodbye(self.reason[:500]), *self._on_refused(refused, now)]

@@ -366,6 +366,8 @@ GAVE_UP = "gave up its state: "
 """A `Leave` whose reason starts with this is followed by a `Join`: its sender leaves in order to heal."""
 GAVE_UP_PLACE = "gave up its place: "
 """The same of a sender that holds the state with which it leaves."""
+DENIED = "heal denied: "
+"""A `Leave` whose reason starts with this is of one that never gets a state: its options differ from its peers'."""
 
 
 @dataclass(frozen=True, slots=True)

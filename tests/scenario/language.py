@@ -52,6 +52,7 @@ from lighthouse.machine.job import Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
 from lighthouse.machine.rules import NONCE_BITS
 from lighthouse.wire.messages import (
+    DENIED,
     GAVE_UP,
     GAVE_UP_PLACE,
     NO_TERM,
@@ -632,7 +633,7 @@ class GroupStage(ReplicaStage):
         return ReachReport(JOB, "a", *reach_from(words))
 
     def _says_leave(self, rank: str, words: Words) -> Leave:
-        starts = {"state": GAVE_UP, "place": GAVE_UP_PLACE}
+        starts = {"state": GAVE_UP, "place": GAVE_UP_PLACE, "denied": DENIED}
         gave_up = "".join(starts.get(word, "") for word in words.plain)
         left = words.number("left", 1)
         return Leave(JOB, "a", f"{gave_up}spoilt", words.flag("reduced"), left=left)
