@@ -3,7 +3,7 @@
 They live and die together. When one fails, the others are killed, and this process ends as that one
 did (the same exit code, or the same signal), so that the supervisor above it can tell a crash from a
 kill. A rank that ends with `BROKEN_EXIT_CODE` has noticed the end of another rank, whose exit code
-is the one that counts. A rank that ends on SIGTERM has made the others leave too (`GroupLeft`); they
+is the one that counts, and which may not have said its error yet. A rank that ends on SIGTERM has made the others leave too (`GroupLeft`); they
 get the time to end by themselves. Restarts are the supervisor's task. Imports no torch.
 """
 
@@ -32,6 +32,8 @@ _LOWEST_PORT = 10_000
 """Of those that a group's store may have; services have their fixed ports below, mostly."""
 STOP_TIMEOUT_S = 20.0
 """Less than the supervisor's, after which it kills this process and so the ranks."""
+LAST_WORDS_S = 2.0
+"""How long a rank that the others miss may take to say why, and to end."""
 
 
 def group_command(command: Sequence[str], size: int) -> list[str]:
@@ -97,14 +99,14 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
         for process in ranks:
             process.send_signal(number)
 
-    def kill_later() -> None:
-        late = threading.Timer(STOP_TIMEOUT_S, send_all, (signal.SIGKILL,))
+    def kill_later(seconds: float) -> None:
+        late = threading.Timer(seconds, send_all, (signal.SIGKILL,))
         late.daemon = True
         late.start()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         send_all(number)
-        kill_later()
+        kill_later(STOP_TIMEOUT_S)
 
     hear_endings(on_signal)
     signal.signal(DUMP_SIGNAL, lambda number, frame: send_all(number))
@@ -116,14 +118,14 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
     failure = 0
     for _ in range(size):
         code = take(ended)
-        if code and not failure:
+        if code and failure in (0, BROKEN_EXIT_CODE):
             failure = code
             if code == SIGTERM_EXIT_CODE:
-                kill_later()
+                kill_later(STOP_TIMEOUT_S)
+            elif code == BROKEN_EXIT_CODE:
+                kill_later(LAST_WORDS_S)
             else:
                 send_all(signal.SIGKILL)
-        elif code and failure == BROKEN_EXIT_CODE:
-            failure = code  # of the rank that was lost, or of one that was killed after it
     return failure
 
 
