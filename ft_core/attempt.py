@@ -184,14 +184,20 @@ class Attempts:
             self._state.offer(behind=before.stage is not Stage.MEMBER or before.healing)
         status = session.control.submit(events.Begin(heal_in_step=in_step))
         if status.entered:
-            bound, view = self._bound, status.view
-            if bound is None or view is None or view.quorum_id != bound.quorum_id:
+            if self._is_new(status.view):
                 session.refuse_to_go_back(status)
             self.step.part = self.part(status)
             if may_show and self._card is not None:
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
         elif not in_step or status.stage is Stage.MEMBER or self._state.sharded():
             self.enter()
+
+    def _is_new(self, view: View | None) -> bool:
+        """Whether no attempt was bound to this quorum yet. Two lighthouses may give theirs one number."""
+        bound = self._bound
+        if bound is None or view is None:
+            return True
+        return (view.quorum_id, view.nonce) != (bound.quorum_id, bound.nonce)
 
     def enter(self, *, before_vote: bool = False) -> None:
         """Wait until this attempt may reduce (or has failed); serve and heal at its boundary.

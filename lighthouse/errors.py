@@ -34,7 +34,8 @@ class JoinRefused(LighthouseError):
 
 
 class SettingsDiffer(JoinRefused):
-    """This replica group has another model, other settings or another number of ranks than its peers."""
+    """This replica group has another model, other settings or another number of ranks than its peers, or is denied
+    their state for what it has otherwise (a heal token, a sharding, a class)."""
 
 
 class TrainingOver(JoinRefused):

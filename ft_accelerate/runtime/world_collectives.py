@@ -370,9 +370,8 @@ class TorchProxy:
             return self._names[name]
         value = getattr(self._module, name)
         if isinstance(value, type) and name not in self._names:
-            self.__dict__[name] = (
-                value  # it stays what it is, and Accelerate asks for it with each tensor
-            )
+            # It stays what it is, and Accelerate asks for it with each tensor.
+            self.__dict__[name] = value
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -45,6 +45,10 @@ class HealError(Exception):
     """A heal failed. The message names every source that was asked, and why it did not help."""
 
 
+WITHHELD = "its state can be given to no process: "
+"""Start of a source's refusal that says nothing of the target."""
+
+
 class HealDenied(HealError):
     """Every source refuses this target, or it refuses what they send; trying again changes nothing."""
 
@@ -311,7 +315,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class HealRefused:
-    """This target will never be served."""
+    """This target will never be served (`WITHHELD`: nor is another one, with this version)."""
 
     reason: str
 

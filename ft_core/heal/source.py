@@ -539,7 +539,8 @@ class HealServer:
             replies: list[tuple[Peer, wire.Reply]] = []
             for identity, reader in self._readers.items():
                 if self._withheld is not None and _same(reader.key, self._withheld[0]):
-                    replies.append((identity, wire.HealRefused(self._withheld[1])))
+                    refusal = f"{wire.WITHHELD}{self._withheld[1]}"
+                    replies.append((identity, wire.HealRefused(refusal)))
                 elif reason := reader.gone_reason(current, self._retired, now):
                     replies.append((identity, wire.Gone(reason)))
             for identity, _ in replies:

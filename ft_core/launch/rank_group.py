@@ -3,8 +3,9 @@
 They live and die together. When one fails, the others are killed, and this process ends as that one
 did (the same exit code, or the same signal), so that the supervisor above it can tell a crash from a
 kill. A rank that ends with `BROKEN_EXIT_CODE` has noticed the end of another rank, whose exit code
-is the one that counts, and which may not have said its error yet. A rank that ends on SIGTERM has made the others leave too (`GroupLeft`); they
-get the time to end by themselves. Restarts are the supervisor's task. Imports no torch.
+is the one that counts, and which may not have said its error yet. A rank that ends on SIGTERM has made
+the others leave too (`GroupLeft`); they get the time to end by themselves. Restarts are the supervisor's
+task. Imports no torch.
 """
 
 from __future__ import annotations

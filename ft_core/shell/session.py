@@ -12,6 +12,7 @@ import zmq
 
 from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken, GroupLeft
+from ft_core.heal.protocol import WITHHELD
 from ft_core.launch.board import slot
 from ft_core.process_group import ProcessGroup
 from ft_core.replica.events import (
@@ -39,7 +40,16 @@ from lighthouse.config import normalize_address
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
 from lighthouse.own_address import address_that_answers, advertised_host
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.messages import DECLARE_DEAD, NOT_HELD, OVER, UNLIKE, JobKey, Join, Term
+from lighthouse.wire.messages import (
+    DECLARE_DEAD,
+    DENIED,
+    NOT_HELD,
+    OVER,
+    UNLIKE,
+    JobKey,
+    Join,
+    Term,
+)
 
 log = logging.getLogger("ft_core")
 
@@ -173,7 +183,9 @@ class Session:
                 raise GroupBroken(status.reason)
             if OVER in status.reason:
                 raise TrainingOver(status.reason)
-            raise (SettingsDiffer if UNLIKE in status.reason else JoinRefused)(status.reason)
+            denied = status.reason.startswith(DENIED) and WITHHELD not in status.reason
+            unlike = denied or UNLIKE in status.reason
+            raise (SettingsDiffer if unlike else JoinRefused)(status.reason)
 
     def await_lighthouse(self) -> None:
         """Raises LighthouseUnavailable unless a lighthouse answers within the connect timeout."""

@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.telemetry import REVOKED, Event
 from lighthouse import LighthouseServer
-from lighthouse.errors import JoinRefused
+from lighthouse.errors import JoinRefused, SettingsDiffer
 from tests.harness.cluster import Replica, lighthouse, one_of_two, rendezvous, replicas
 
 
@@ -201,7 +201,7 @@ def test_a_group_with_another_token_is_told_at_all_of_its_ranks() -> None:
                     member.step()
 
         def join(member: Replica) -> None:
-            with pytest.raises(JoinRefused, match="wrong token"):
+            with pytest.raises(SettingsDiffer, match="wrong token"):
                 member.manager.start_quorum()
 
         def both() -> None:
