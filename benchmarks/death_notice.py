@@ -23,8 +23,8 @@ import zmq
 from lighthouse.client import Connection
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Note
+from lighthouse.process_watch import ProcessWatch, Report
 from lighthouse.server import LighthouseServer
-from lighthouse.watcher import ProcessWatch, Report
 from lighthouse.wire.messages import JobKey, Join, Message, Quorum, Waiting
 
 JOB = JobKey("bench", "death")

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import zmq
 
-from lighthouse import sockets
+from lighthouse import dealer, sockets
 from lighthouse.config import Timeouts, normalize_address, split_address
 from lighthouse.endpoint import HELLO
 from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
@@ -88,7 +88,7 @@ class Connection:
         if not self.connected and frame in self._queued:
             return True  # or all that was repeated would be answered at once when it is back
         try:
-            self._socket.send(frame, sockets.NOBLOCK)
+            self._socket.send(frame, dealer.NOBLOCK)
         except zmq.Again:
             return False
         if not self.connected:
@@ -98,7 +98,7 @@ class Connection:
     def greet(self) -> None:
         """Say that this connection is meant, before there is anything to say on it."""
         with contextlib.suppress(zmq.Again):
-            self._socket.send(HELLO, sockets.NOBLOCK)
+            self._socket.send(HELLO, dealer.NOBLOCK)
 
     def receive(self) -> list[Message]:
         """All messages that have arrived, oldest first. Never blocks.
@@ -109,12 +109,12 @@ class Connection:
         messages: list[Message] = []
         receive, option = self._socket.recv, self._socket.getsockopt
         # Asking first is a microsecond; an exception where nothing is there costs several.
-        while int(option(sockets.EVENTS)) & sockets.POLLIN:
+        while int(option(dealer.EVENTS)) & dealer.POLLIN:
             try:
-                frame = receive(sockets.NOBLOCK)
+                frame = receive(dealer.NOBLOCK)
             except zmq.Again:
                 return messages
-            if option(sockets.RCVMORE):
+            if option(dealer.RCVMORE):
                 self.malformed += 1
                 self._drop_rest()
                 continue
@@ -137,8 +137,8 @@ class Connection:
         "connected" follows a handshake: it means a lighthouse, not just an open port.
         """
         happened: list[ConnectionEvent] = []
-        while (entry := sockets.read_monitor(self._monitor)) is not None:
-            up = entry[0] == sockets.HANDSHAKE_SUCCEEDED
+        while (entry := dealer.read_monitor(self._monitor)) is not None:
+            up = entry[0] == dealer.HANDSHAKE_SUCCEEDED
             if up != self.connected:  # a failed handshake disconnects what never was connected
                 self.connected = up
                 self._queued.clear()
@@ -148,7 +148,7 @@ class Connection:
     def close(self, *, linger_s: float = 0.0) -> None:
         """Close at once; queued messages get up to `linger_s` in the background. Idempotent."""
         if not self._socket.closed:
-            sockets.close(self._socket, self._monitor, round(linger_s * 1000))
+            dealer.close(self._socket, self._monitor, round(linger_s * 1000))
 
 
 def _choose(address: str) -> str:

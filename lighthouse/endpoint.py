@@ -34,7 +34,7 @@ from typing import Any
 
 import zmq
 
-from lighthouse import sockets
+from lighthouse import dealer, sockets
 from lighthouse.config import Timeouts
 from lighthouse.routes import Routes
 from lighthouse.wire import codec
@@ -68,7 +68,7 @@ HELLO = b"\0"
 """The frame of a process that connects and has nothing to say yet."""
 
 # As plain numbers: combining zmq's flags takes longer than some calls that they go into.
-_NOBLOCK = sockets.NOBLOCK
+_NOBLOCK = dealer.NOBLOCK
 _MORE = int(zmq.SNDMORE) | _NOBLOCK
 _SRCFD = int(zmq.SRCFD)
 _BYTES_RECEIVED = 128
@@ -179,7 +179,7 @@ class Endpoint:
             self.look_at = math.inf
 
     def _read_monitor(self) -> None:
-        while (entry := sockets.read_monitor(self._monitor)) is not None:
+        while (entry := dealer.read_monitor(self._monitor)) is not None:
             event, value = entry
             if event == sockets.ACCEPTED:
                 self._forget(value)
@@ -188,7 +188,7 @@ class Endpoint:
                     self._make_room(value)
                 elif self._routes.strange - len(self._ending) > self._most_strangers:
                     self._end_strangers()
-            elif event == sockets.DISCONNECTED:
+            elif event == dealer.DISCONNECTED:
                 self._forget(value)
                 self._routes.closed(value, time.monotonic())
             elif event == sockets.ACCEPT_FAILED and (now := time.monotonic()) >= self._room_at:
@@ -320,7 +320,7 @@ class Endpoint:
         """The next frame and its sender; None if no more have arrived. Never blocks."""
         receive, option = self._router.recv, self._router.getsockopt
         # Asking first is a microsecond; an exception where nothing is there costs several.
-        while int(option(sockets.EVENTS)) & sockets.POLLIN:
+        while int(option(dealer.EVENTS)) & dealer.POLLIN:
             try:
                 route = receive(_NOBLOCK)
             except zmq.Again:
@@ -441,7 +441,7 @@ class Endpoint:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close all sockets; queued messages get `linger_ms` in the background."""
-        sockets.close(self._router, self._monitor, linger_ms)
+        dealer.close(self._router, self._monitor, linger_ms)
         self._authenticator.close(linger=0)
 
 

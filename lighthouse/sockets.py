@@ -6,7 +6,6 @@ import errno
 import os
 import select
 import socket
-import struct
 import sys
 import time
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 import zmq
 
+from lighthouse import dealer
 from lighthouse.config import Timeouts, split_address
 from lighthouse.own_address import bracketed, outgoing_address, resolve, uses_ipv6
 from lighthouse.wire import codec
@@ -25,18 +25,10 @@ RECONNECT_MAX_MS = 500
 HANDSHAKE_MS = 5_000
 FIRST_REPEAT_MS = 1_000
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
-HANDSHAKE_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 ACCEPT_FAILED = int(zmq.EVENT_ACCEPT_FAILED)
 
 _AUTHENTICATOR = "inproc://zeromq.zap.01"
 """Where ZeroMQ looks for the thread that answers handshakes (its RFC 27)."""
-
-# Plain integers: arithmetic on pyzmq's enumerations costs as much as asking the socket.
-EVENTS, RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
-POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
-
-_MONITOR_FRAME = struct.Struct("=Hi")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +68,12 @@ def open_router(
     router.setsockopt(zmq.SNDHWM, limits.queued)
     router.setsockopt(zmq.BACKLOG, BACKLOG)
     router.setsockopt(zmq.MAXMSGSIZE, limits.request_bytes)
-    _set_common(router, bindable, timeouts)
-    monitor = _open_monitor(router, context, ACCEPTED | DISCONNECTED | ACCEPT_FAILED)
+    dealer.set_options(router, _common_options(bindable, timeouts))
+    monitor = dealer.open_monitor(router, context, ACCEPTED | dealer.DISCONNECTED | ACCEPT_FAILED)
     try:
         router.bind(bindable)
     except zmq.ZMQError as error:
-        close(router, monitor)
+        dealer.close(router, monitor)
         hint = {
             int(zmq.EADDRINUSE): "stop what listens there, or choose another port (0: any)",
             int(zmq.EADDRNOTAVAIL): "this host has no such address; 0.0.0.0 means all of its own",
@@ -111,22 +103,23 @@ def open_dealer(
     `identity`: which process this is, 1 to 255 printable ASCII characters. A process that connects
     again presents the same one.
     """
-    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.PLAIN_USERNAME, service.encode())
-    dealer.setsockopt(zmq.PLAIN_PASSWORD, identity)
-    dealer.setsockopt(zmq.SNDHWM, CLIENT_SEND_QUEUE_MESSAGES)
-    dealer.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES)
-    dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-    dealer.setsockopt(zmq.CONNECT_TIMEOUT, _connect_ms(timeouts))
-    _set_common(dealer, endpoint, timeouts)
-    monitor = _open_monitor(dealer, context, HANDSHAKE_SUCCEEDED | DISCONNECTED)
-    try:
-        dealer.connect(endpoint)
-    except BaseException:
-        close(dealer, monitor)
-        raise
-    return dealer, monitor
+    return dealer.connect(context, endpoint, dealer_options(endpoint, service, identity, timeouts))
+
+
+def dealer_options(
+    endpoint: str, service: str, identity: bytes, timeouts: Timeouts
+) -> dealer.Options:
+    """Those of `open_dealer`."""
+    return [
+        (zmq.PLAIN_USERNAME, service.encode()),
+        (zmq.PLAIN_PASSWORD, identity),
+        (zmq.SNDHWM, CLIENT_SEND_QUEUE_MESSAGES),
+        (zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES),
+        (zmq.RECONNECT_IVL, RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+        (zmq.CONNECT_TIMEOUT, _connect_ms(timeouts)),
+        *_common_options(endpoint, timeouts),
+    ]
 
 
 def _connect_ms(timeouts: Timeouts) -> int:
@@ -134,18 +127,6 @@ def _connect_ms(timeouts: Timeouts) -> int:
     silent, and else less than the second after which a kernel repeats a packet that is lost. It would repeat
     that after 1 s, 2 s and 4 s, and links that lose packets lose several in a row."""
     return min(max(FIRST_REPEAT_MS - 100, round(1500 * timeouts.heartbeat_timeout_s)), HANDSHAKE_MS)
-
-
-def read_monitor(monitor: zmq.Socket[bytes]) -> tuple[int, int] | None:
-    """(event, file descriptor) of the next monitor event; None if there is none. Never blocks."""
-    if not int(monitor.getsockopt(EVENTS)) & POLLIN:
-        return None  # cheaper than the exception
-    try:
-        frames = monitor.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-        return None
-    event, value = _MONITOR_FRAME.unpack(frames[0])
-    return event, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +150,12 @@ def open_authenticator(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
 
 def read_request(authenticator: zmq.Socket[bytes]) -> Handshake | None:
     """The next handshake; None if there is none. Never blocks."""
-    if not int(authenticator.getsockopt(EVENTS)) & POLLIN:
+    if not int(authenticator.getsockopt(dealer.EVENTS)) & dealer.POLLIN:
         return None  # cheaper than the exception
     try:
-        asker, _, version, number, *_, service, identity = authenticator.recv_multipart(NOBLOCK)
+        asker, _, version, number, *_, service, identity = authenticator.recv_multipart(
+            dealer.NOBLOCK
+        )
     except zmq.Again:
         return None
     return Handshake([asker, b"", version, number], service, identity.decode("ascii", "replace"))
@@ -181,14 +164,7 @@ def read_request(authenticator: zmq.Socket[bytes]) -> Handshake | None:
 def answer_request(authenticator: zmq.Socket[bytes], request: Handshake, admitted: bool) -> None:
     """Let the connection in or not. Frames of it name its identity as "User-Id"."""
     status, user = (b"200", request.identity.encode()) if admitted else (b"400", b"")
-    authenticator.send_multipart([*request.envelope, status, b"", user, b""], NOBLOCK)
-
-
-def close(watched: zmq.Socket[bytes], monitor: zmq.Socket[bytes], linger_ms: int = 0) -> None:
-    """Close a socket and its monitor; queued messages get `linger_ms` in the background."""
-    watched.disable_monitor()
-    monitor.close(linger=0)
-    watched.close(linger=linger_ms)
+    authenticator.send_multipart([*request.envelope, status, b"", user, b""], dealer.NOBLOCK)
 
 
 def reachable(bound: str) -> str:
@@ -226,7 +202,7 @@ class Waiter:
         """
         # A ZeroMQ descriptor reports changes only, and any call on the socket may take notice of one.
         ready: set[Watched] = {
-            each for each in self._sockets if int(each.getsockopt(EVENTS)) & POLLIN
+            each for each in self._sockets if int(each.getsockopt(dealer.EVENTS)) & dealer.POLLIN
         }
         timeout_s = None if timeout_ms is None else timeout_ms / 1000
         found = self._epoll.poll(0) if ready else await_ready(self._epoll, timeout_s, spin_s)
@@ -263,28 +239,16 @@ def _descriptor(watched: Watched) -> int:
     return int(watched.getsockopt(zmq.FD))
 
 
-def _set_common(watched: zmq.Socket[bytes], endpoint: str, timeouts: Timeouts) -> None:
-    # With a limit, ZeroMQ would stop reading, and abort the process if that connection is reset.
-    watched.setsockopt(zmq.RCVHWM, 0)
-    watched.setsockopt(zmq.LINGER, 0)
-    watched.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # Both ends ping each other from ZeroMQ's own threads, which do not need the GIL.
-    watched.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(timeouts.heartbeat_s * 1000)))
+def _common_options(endpoint: str, timeouts: Timeouts) -> dealer.Options:
     timeout_ms = max(1, round(timeouts.heartbeat_timeout_s * 1000))
-    watched.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
-    watched.setsockopt(zmq.HEARTBEAT_TTL, max(100, timeout_ms))  # travels in tenths of a second
-    if uses_ipv6(endpoint):
-        watched.setsockopt(zmq.IPV6, 1)
-
-
-def _open_monitor(
-    watched: zmq.Socket[bytes], context: zmq.Context[Any], events: int
-) -> zmq.Socket[bytes]:
-    name = f"inproc://monitor-{os.urandom(8).hex()}"
-    watched.monitor(name, events)
-    monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    # No limit: at a limit, ZeroMQ's own thread would block. There are two events per connection.
-    monitor.setsockopt(zmq.RCVHWM, 0)
-    monitor.setsockopt(zmq.LINGER, 0)
-    monitor.connect(name)
-    return monitor
+    return [
+        # With a limit, ZeroMQ would stop reading, and abort the process if that connection is reset.
+        (zmq.RCVHWM, 0),
+        (zmq.LINGER, 0),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+        # Both ends ping each other from ZeroMQ's own threads, which do not need the GIL.
+        (zmq.HEARTBEAT_IVL, max(1, round(timeouts.heartbeat_s * 1000))),
+        (zmq.HEARTBEAT_TIMEOUT, timeout_ms),
+        (zmq.HEARTBEAT_TTL, max(100, timeout_ms)),  # travels in tenths of a second
+        *([(int(zmq.IPV6), 1)] if uses_ipv6(endpoint) else []),
+    ]

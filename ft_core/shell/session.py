@@ -39,7 +39,7 @@ from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
 from lighthouse.own_address import address_that_answers, advertised_host
-from lighthouse.watcher import ProcessWatch, Report
+from lighthouse.process_watch import ProcessWatch, Report
 from lighthouse.wire.messages import (
     DECLARE_DEAD,
     DENIED,

@@ -191,6 +191,7 @@ WITHOUT_TORCH = [
     "lighthouse.server",
     "lighthouse.client",
     "lighthouse.cli",
+    "lighthouse.process_watch",
     "lighthouse.watcher",
     "lighthouse.web",
     "lighthouse.__main__",

@@ -178,7 +178,7 @@ def main() -> None:
 
     Arguments: address, name, expected_replicas, "watch" or "plain".
     """
-    from lighthouse.watcher import ProcessWatch, Report
+    from lighthouse.process_watch import ProcessWatch, Report
 
     address, name, expected, how = sys.argv[1:]
     player = Player(address, name, zmq.Context())

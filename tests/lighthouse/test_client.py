@@ -9,13 +9,13 @@ import zmq
 
 from lighthouse.client import SERVICE, Connection, LighthouseClient
 from lighthouse.config import normalize_address, split_address
+from lighthouse.dealer import close
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import (
     CLIENT_SEND_QUEUE_MESSAGES,
     answer_request,
-    close,
     open_authenticator,
     open_router,
     read_request,

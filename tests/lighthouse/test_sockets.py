@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from lighthouse.sockets import EVENTS, POLLIN, Waiter
+from lighthouse.dealer import EVENTS, POLLIN
+from lighthouse.sockets import Waiter
 from tests.harness.waiting import PATIENCE_S
 
 PATIENCE_MS = round(1000 * PATIENCE_S)

@@ -20,6 +20,7 @@ import zmq
 
 from lighthouse import sockets, web
 from lighthouse.config import LighthouseConfig, split_address
+from lighthouse.dealer import read_monitor
 from lighthouse.machine.job import JobState
 from lighthouse.machine.jobs import STATUS_MEMBERS, Lighthouse
 from lighthouse.server import LighthouseServer
@@ -291,7 +292,7 @@ def test_failures_to_accept_do_not_make_the_server_deaf(
     """ZeroMQ reports one after the other without a pause while there is no descriptor."""
     a = _member_of_a_quorum(player)
     endpoint, made = server._endpoint, []
-    real, left = sockets.read_monitor, [20_000]
+    real, left = read_monitor, [20_000]
 
     def many(monitor: Any) -> tuple[int, int] | None:
         left[0] -= 1
@@ -300,7 +301,7 @@ def test_failures_to_accept_do_not_make_the_server_deaf(
     room = endpoint._make_room
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(endpoint, "_make_room", lambda *given: made.append(room(*given)))
-        patch.setattr(sockets, "read_monitor", many)
+        patch.setattr("lighthouse.dealer.read_monitor", many)
         _answers(server, context)
         assert left[0] < 0
     assert 1 <= len(made) < 1_000

@@ -17,9 +17,9 @@ from lighthouse.client import SERVICE
 from lighthouse.config import LighthouseConfig
 from lighthouse.endpoint import Endpoint
 from lighthouse.machine.job import Note
+from lighthouse.process_watch import CAUSE, ProcessWatch, Report
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import open_dealer
-from lighthouse.watcher import CAUSE, ProcessWatch, Report
 from tests.harness.waiting import PATIENCE_S
 from tests.lighthouse.support import FAST, JOB, Player
 
@@ -165,13 +165,13 @@ def test_closing_from_another_thread_is_safe(server: LighthouseServer) -> None:
         assert not watch.running
     code = (
         "import threading\n"
-        "from lighthouse.watcher import _RobustMutex\n"
+        "from lighthouse.robust_mutex import RobustMutex\n"
         "for _ in range(3):\n"
-        "    mutex = _RobustMutex.create(); mutex.lock()\n"
+        "    mutex = RobustMutex.create(); mutex.lock()\n"
         "    t = threading.Thread(target=mutex.discard); t.start(); t.join()\n"
         "del mutex\n"
         "import gc; gc.collect()\n"
-        "again = _RobustMutex.create(); again.lock(); again.discard()\n"
+        "again = RobustMutex.create(); again.lock(); again.discard()\n"
         "print('fine')"
     )
     done = subprocess.run(
