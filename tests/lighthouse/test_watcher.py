@@ -191,6 +191,18 @@ def test_a_watcher_whose_lighthouse_is_away_still_ends(server: LighthouseServer)
     assert not watch.running
 
 
+def test_a_module_of_the_script_takes_the_place_of_none(
+    server: LighthouseServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A script may begin in a folder with a module of its own that is called as one of Python's."""
+    (tmp_path / "json.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    watch = ProcessWatch(server.address(), FAST, b"x")
+    assert watch.start([Report(JOB, "x")])
+    assert watch.wait_ready(PATIENCE_S)
+    watch.close()
+
+
 def test_what_is_missing_costs_one_line(
     server: LighthouseServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
