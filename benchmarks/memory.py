@@ -18,6 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import arguments, report, start_lighthouse
 
+WATCHER_STARTS_S = 2.0
+
 
 def resident_mib(pid: int) -> float:
     """Proportional (PSS) where the kernel reports it, so that shared libraries count once."""
@@ -91,6 +93,7 @@ def training_process() -> dict[str, float]:
             manager.start_quorum()
             manager.allreduce(weights).wait()
             manager.should_commit()
+        time.sleep(WATCHER_STARTS_S)  # the steps take less than its imports
         after = resident_mib(os.getpid())
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
         watcher = sum(

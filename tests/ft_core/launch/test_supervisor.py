@@ -537,35 +537,36 @@ def test_a_rank_that_only_noticed_does_not_speak_for_its_group(broken: str) -> N
     assert ended.returncode == -signal.SIGKILL
 
 
-def test_a_rank_that_others_miss_says_why(tmp_path: Path) -> None:
-    """Its connections are closed before it has printed its error."""
-    pipe = tmp_path / "pipe"
+def group_of_which_rank_0_ends_first(
+    folder: Path, code: int, then: str
+) -> subprocess.CompletedProcess[str]:
+    """Rank 0 ends with `code`; rank 1 does `then` half a second after that: time for a kill that must not come."""
+    pipe = folder / "pipe"
     os.mkfifo(pipe)
     script = (
         "import os, sys, time\n"
-        f"if os.environ['RANK'] == '0': open({str(pipe)!r}, 'w'); os._exit({BROKEN_EXIT_CODE})\n"
+        f"if os.environ['RANK'] == '0': open({str(pipe)!r}, 'w'); os._exit({code})\n"
         f"open({str(pipe)!r}).read()\n"  # until rank 0 is gone
-        "time.sleep(0.3)\n"  # time for a kill that must not come
-        "sys.exit('the optimizer is gone')"
+        f"time.sleep(0.5)\n{then}"
     )
     command = group_command([sys.executable, "-c", script], 2)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=env, timeout=PATIENCE_S, stderr=subprocess.PIPE, text=True)
+    return subprocess.run(command, env=env, timeout=PATIENCE_S, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_rank_that_others_miss_says_why(tmp_path: Path) -> None:
+    """Its connections are closed before it has printed its error."""
+    ended = group_of_which_rank_0_ends_first(
+        tmp_path, BROKEN_EXIT_CODE, "sys.exit('the optimizer is gone')"
+    )
     assert (ended.returncode, ended.stderr) == (1, "the optimizer is gone\n")
 
 
 def test_a_rank_that_was_told_to_end_gives_its_group_the_time_to_end(tmp_path: Path) -> None:
-    pipe, done = tmp_path / "pipe", tmp_path / "done"
-    os.mkfifo(pipe)
-    script = (
-        "import os, sys, time\n"
-        f"if os.environ['RANK'] == '0': open({str(pipe)!r}, 'w'); os._exit(143)\n"
-        f"open({str(pipe)!r}).read()\n"  # until rank 0 is gone
-        "time.sleep(0.5)\n"  # time for a kill that must not come
-        f"open({str(done)!r}, 'w').close(); sys.exit(143)"
+    done = tmp_path / "done"
+    ended = group_of_which_rank_0_ends_first(
+        tmp_path, 143, f"open({str(done)!r}, 'w').close(); sys.exit(143)"
     )
-    command = group_command([sys.executable, "-c", script], 2)
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
     assert (ended.returncode, done.exists()) == (143, True)
 
 
