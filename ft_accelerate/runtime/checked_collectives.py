@@ -14,12 +14,17 @@ Gradients of unlike batches match, too: a script that leaves out a batch in one 
 ahead from there on. So the header of gradients, and of parameters that are averaged, has the batch. One
 gradient event in `TOGETHER_EVENTS` has a header again. All are at the same event, so none waits there for one
 that is not.
+
+A script may catch what its backward raises, and go on: a search for a batch size does, in all processes. One that
+is late for that backward meets them where they have gone on to, with no event between. Its header says that its
+backward is under way, theirs that one has raised. That is no divergence yet: the attempt fails, and it raises as
+they have, or it comes with all its gradients.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -29,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ft_accelerate.runtime.script_position import UNKNOWN
+from ft_accelerate.runtime.script_position import UNKNOWN, ScriptPosition
 from ft_core.collectives.agreement import exchange_headers
 from ft_core.manager import Manager
 
@@ -65,25 +70,55 @@ TOGETHER_EVENTS = 64
 
 
 class Header(NamedTuple):
-    """What a process is about to do."""
+    """What a process is about to do.
+
+    Attributes:
+        kind, event: what it is, and the event's number in the script.
+        agreed: events that this process has done together with others since it came (back).
+        whole: 1: its script has been there for all events; see `leadership.main_of`.
+        raised: backward passes that have raised since the last event.
+        computes: 1: a backward pass is under way, and may raise.
+        batch: its number in its pass over the data, of what is computed from it; `UNKNOWN` for other operations.
+        nbytes, shape: of the payload, of its tensor (a hash).
+    """
 
     kind: int
     event: int
-    batch: int
-    """Its number in its pass over the data, of what is computed from it; `UNKNOWN` for other operations."""
-    nbytes: int
-    shape: int
-    """A hash."""
+    agreed: int
+    whole: int = 1
+    raised: int = 0
+    computes: int = 0
+    batch: int = UNKNOWN
+    nbytes: int = 0
+    shape: int = 0
+
+    @classmethod
+    def of(cls, position: ScriptPosition, kind: Kind, *, computes: bool) -> Header:
+        """What this process is about to do at its script's `position`."""
+        header = cls(kind, position.events, position.agreed, int(position.missed == 0))
+        if kind is not Kind.GRADIENTS:
+            return header._replace(raised=position.backwards)
+        raised = max(position.backwards - 1, 0)
+        return header._replace(raised=raised, computes=int(computes), batch=position.batch)
 
     @property
     def place(self) -> tuple[int, int, int]:
         """At which all must be."""
-        return self[:3]
+        return self.kind, self.event, self.batch
+
+    @property
+    def brings(self) -> tuple[int, int]:
+        """What must be alike in tensors of the same size."""
+        return self.nbytes, self.shape
 
     def is_at(self, other: Header) -> bool:
         """Whether this is `other`'s place, as far as it is known."""
         batches = {self.batch, other.batch} - {UNKNOWN}
-        return self[:2] == other[:2] and len(batches) < 2
+        return (self.kind, self.event) == (other.kind, other.event) and len(batches) < 2
+
+    def may_follow(self, other: Header) -> bool:
+        """Whether this process comes to `other`'s place if its backward pass raises, as one of `other`'s has."""
+        return bool(self.computes) and self.event == other.event and self.raised < other.raised
 
     def in_words(self) -> str:
         batch = "" if self.batch == UNKNOWN else f"batch {self.batch + 1:,} of a pass, "
@@ -102,11 +137,9 @@ class CheckedCollectives:
         manager: a step of which is open.
         process_index, num_processes: of this process among those of the whole job.
         device: of the tensors that are sent.
-        kind, event: what the script is about to do, and the event's number.
-        agreed: events that this process has done together with others since it came (back).
-        whole: its script has been there for all events; see `leadership.main_of`.
-        on_headers: called with what all say of `whole`, by process and in the order of ranks.
+        header: what the script is about to do.
         patience_s: how long to wait for the others' headers; None: as long as for any collective.
+        on_headers: called with what all say of `whole`, by process and in the order of ranks.
         in_group: gathers from the processes of this replica group. Given where the manager's collectives
             reach those of this number in all groups only (`ranks_hold="shards"`). Each method then
             reaches the others in a second collective, of torch's default process group; so once headers
@@ -117,56 +150,58 @@ class CheckedCollectives:
     process_index: int
     num_processes: int
     device: torch.device
-    kind: Kind
-    event: int
-    agreed: int
+    header: Header
     patience_s: float | None = None
-    whole: bool = True
     on_headers: Callable[[dict[int, bool]], None] | None = None
     in_group: Callable[[Any], list[Any]] | None = None
 
     def check(
-        self, nbytes: int = 0, shape: Sequence[int] = (), batch: int = UNKNOWN
+        self, nbytes: int = 0, shape: Sequence[int] = (), batch: int | None = None
     ) -> dict[int, Header] | None:
-        """Exchange headers; the first collective of an attempt. `batch`: see `Header`.
+        """Exchange headers; the first collective of an attempt. `batch`: see `Header`; None: as `header` has it.
 
         Returns the headers of the processes that contribute, by their index and in its order; None if
         the attempt has failed. Raises Diverged if it is this process that has diverged.
         """
         shape_hash = hash(tuple(shape)) % (1 << 31)
-        mine = Header(self.kind.value, self.event, batch, nbytes, shape_hash)
+        at_batch = self.header.batch if batch is None else batch
+        mine = self.header._replace(batch=at_batch, nbytes=nbytes, shape=shape_hash)
         known = exchange_headers(
-            self.manager.step,
-            [self.process_index, *mine, self.agreed, int(self.whole)],
-            patience_s=self.patience_s,
+            self.manager.step, [self.process_index, *mine], patience_s=self.patience_s
         )
         if self.in_group is not None:
             known = _merged(self.in_group(known))
         if not known:
             return None
+        found = {index: Header(*header) for index, *header in known}
         if self.on_headers is not None:
-            self.on_headers({index: bool(whole) for index, *_, whole in known})
-        found = {index: (Header(*header), agreed) for index, *header, agreed, _ in known}
+            self.on_headers({index: bool(header.whole) for index, header in found.items()})
         # The processes that have done most together are right; of those the most, or the first.
-        at = Counter(header.place for header, _ in found.values())
-        right, _ = found[max(found, key=lambda i: (found[i][1], at[found[i][0].place], -i))]
-        if not mine.is_at(right):
-            raise Diverged(
-                f"this replica group is at {mine.in_words()}, the others are at {right.in_words()}: all "
-                "must run the same script with the same options, leave out the same batches, and "
-                "register objects that decide about its path with "
-                "accelerator.register_for_checkpointing"
-            )
-        if not all(header.is_at(right) for header, _ in found.values()):
-            self.manager.report_error(RuntimeError("another replica group's script has diverged"))
+        at = Counter(header.place for header in found.values())
+        right = found[max(found, key=lambda i: (found[i].agreed, at[found[i].place], -i))]
+        if not all(header.is_at(right) for header in found.values()):
+            self.manager.report_error(RuntimeError(self._apart(mine, right, found.values())))
             return None
         # A process that has just come back may bring a tensor that it made (padded, say) when it
         # did not count yet. It does not count in this operation either.
         return {
             index: header
-            for index, (header, agreed) in sorted(found.items())
-            if header.shape == right.shape or agreed > JUST_BACK_EVENTS
+            for index, header in sorted(found.items())
+            if header.shape == right.shape or header.agreed > JUST_BACK_EVENTS
         }
+
+    def _apart(self, mine: Header, right: Header, found: Collection[Header]) -> str:
+        """Why the attempt fails, in which processes are at unlike places. Raises Diverged."""
+        if any(late.may_follow(other) for late in found for other in found):
+            return "a replica group's backward pass has raised, and another's may raise as well"
+        if mine.is_at(right):
+            return "another replica group's script has diverged"
+        raise Diverged(
+            f"this replica group is at {mine.in_words()}, the others are at {right.in_words()}: all "
+            "must run the same script with the same options, leave out the same batches, and "
+            "register objects that decide about its path with "
+            "accelerator.register_for_checkpointing"
+        )
 
     def rows(self, payload: Tensor, nbytes: int) -> Tensor:
         """`payload` (bytes, up to `nbytes` of them) of every process: shape (num_processes, nbytes)."""
@@ -204,7 +239,7 @@ def _merged(known: list[list[list[int]] | None]) -> list[list[int]] | None:
 
 
 class GradientHeaders:
-    """Which gradient steps begin with a header. One process's; the thread of `_begin_gradients_again`.
+    """Which gradient steps begin with a header. One process's; the thread of `Runtime._open_gradients`.
 
     `kept_apart`: headers are, from gradients of other steps.
     """
@@ -234,7 +269,7 @@ Attempt = Callable[[CheckedCollectives], Any]
 
 def check_alike(headers: Mapping[int, Header], what: str) -> None:
     """Raise ValueError unless all processes bring the same shape."""
-    if len({header[3:] for header in headers.values()}) > 1:
+    if len({header.brings for header in headers.values()}) > 1:
         raise ValueError(
             f"{what} needs a tensor of the same shape and type from every process: use "
             "accelerator.pad_across_processes before it"

@@ -31,6 +31,7 @@ from ft_accelerate.runtime.checked_collectives import (
     CheckedCollectives,
     Diverged,
     GradientHeaders,
+    Header,
     Kind,
 )
 from ft_accelerate.runtime.checkpoints import SavedPosition
@@ -87,7 +88,7 @@ class Runtime:
             RetryHooks(
                 begin=self._begin_gradients,
                 vote=self._vote,
-                again=self._begin_gradients_again,
+                again=self._open_gradients,
                 committed=self._gradients_committed,
                 refused=self.position.replay_grad,
                 unused_hint=UNUSED_HINT,
@@ -318,10 +319,11 @@ class Runtime:
                 "gradients are to be averaged while a fragment of DiLoCo is on its way: use "
                 "fragment_sync_delay=0 in a script that does both"
             )
-        return self._begin_gradients_again()
+        return self._open_gradients(computes=True)
 
-    def _begin_gradients_again(self) -> bool:
-        """Open an attempt. False: this process has healed, and its peers have done this step.
+    def _open_gradients(self, *, computes: bool = False) -> bool:
+        """Open an attempt. False: this process has healed, and its peers have done this step. `computes`: backward
+        is under way.
 
         All processes check that they are at this step; else the attempt fails. Under a quorum that has
         committed a gradient step they seldom check again (`_gradients_committed`).
@@ -330,9 +332,12 @@ class Runtime:
         self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
+        position = self.position
+        if computes:
+            position.begin_backward()
         self._manager.state.shares_rest = False
-        if self._manager.step.bind() and self._headers.due(self._quorum_id, self.position.events):
-            self._attempt(Kind.GRADIENTS, lambda each: each.check(batch=self.position.batch))
+        if self._manager.step.bind() and self._headers.due(self._quorum_id, position.events):
+            self._attempt(Kind.GRADIENTS, CheckedCollectives.check, computes=computes)
         return True
 
     def _gradients_committed(self) -> None:
@@ -411,8 +416,8 @@ class Runtime:
         self._go_live_if_there()
         return self.position.op_is_done
 
-    def _attempt(self, kind: Kind, attempt: Attempt) -> Any:
-        manager, position = self._manager, self.position
+    def _attempt(self, kind: Kind, attempt: Attempt, *, computes: bool = False) -> Any:
+        manager = self._manager
         together = self.group_ranks.shards and kind is not Kind.GRADIENTS
         if manager.errored() is not None and not together:
             return None
@@ -423,11 +428,8 @@ class Runtime:
             self.group_ranks.index_in(manager.step.part),
             self.num_processes,
             self.prepared.device,
-            kind,
-            position.events,
-            position.agreed,
+            Header.of(self.position, kind, computes=computes),
             self._headers.patience_s(kind, self._quorum_id, self.options.timeout_s),
-            position.missed == 0,
             self._take_main,
             self.group_ranks.gather if together else None,
         )

@@ -23,7 +23,13 @@ import torch
 import torch.distributed as dist
 
 from ft_accelerate.options import FaultTolerancePlugin
-from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
+from ft_accelerate.runtime.checked_collectives import (
+    Attempt,
+    CheckedCollectives,
+    Diverged,
+    Header,
+    Kind,
+)
 from ft_core.collectives.agreement import agree
 from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, GroupLeft
@@ -306,9 +312,7 @@ class StartupCollectives:
                     ranks.index_in(manager.step.part),
                     ranks.num_processes,
                     _device(),
-                    kind,
-                    events,
-                    events,
+                    Header(kind, events, agreed=events),
                 )
             )
         except Diverged:

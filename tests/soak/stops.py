@@ -86,27 +86,40 @@ def _start(script: str, arguments: list[str], out: IO[bytes]) -> workers.Worker:
 def _stop_some(
     folder: Path, groups: int, until: float, rng: random.Random, job: workers.Worker
 ) -> None:
-    """From the first step on, which all make. One group at least runs at any time."""
-    stopped: dict[int, float] = {}
+    """One is stopped while another trains, and again when it has trained since: one group alone does not
+    come to the job's end."""
+    stopped: dict[Path, float] = {}
+    logged: dict[Path, int] = {}
     while time.monotonic() < until and job.poll() is None:
-        trained = [path for path in folder.glob("[0-9].*") if path.stat().st_size]
-        living = [pid for pid in (int(path.suffix[1:]) for path in trained) if not gone(pid)]
-        runs = [pid for pid in living if pid not in stopped]
-        if len(living) == groups and len(runs) > 1:
-            pid = rng.choice(sorted(runs))
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-            stopped[pid] = time.monotonic() + rng.uniform(0.3, LONGEST_S)
+        living = [path for path in folder.glob("[0-9].*") if not gone(_pid(path))]
+        trains = [
+            path
+            for path in living
+            if path not in stopped and path.stat().st_size > logged.get(path, 0)
+        ]
+        if len(living) == groups and len(trains) > 1:
+            chosen = rng.choice(sorted(trains))
+            _signal(chosen, signal.SIGSTOP)
+            logged[chosen] = chosen.stat().st_size
+            stopped[chosen] = time.monotonic() + rng.uniform(0.3, LONGEST_S)
         time.sleep(rng.uniform(0.0, EVERY_S))  # when, is what the seed chooses
         _go_on(stopped, time.monotonic())
     _go_on(stopped, float("inf"))
 
 
-def _go_on(stopped: dict[int, float], now: float) -> None:
-    for pid in [pid for pid, until in stopped.items() if until <= now]:
-        del stopped[pid]
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+def _go_on(stopped: dict[Path, float], now: float) -> None:
+    for path in [path for path, until in stopped.items() if until <= now]:
+        del stopped[path]
+        _signal(path, signal.SIGCONT)
+
+
+def _pid(log: Path) -> int:
+    return int(log.suffix[1:])
+
+
+def _signal(log: Path, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(_pid(log), number)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
     "evaluates_first": False,  # before the first batch of each try; an error is no reason to try another size
     "epochs": 2,
     "samples": 128,
-    "holds": [],  # places to wait at: "step-<size>-<step>"
+    "holds": [],  # places to wait at: "step-<size>-<step>", of one replica with "-of-<replica>" behind it
     "inject": {},
 }
 FITS = 8
@@ -113,7 +113,8 @@ def run(options: dict[str, Any]) -> None:
         step = 0
         for epoch in range(options["epochs"]):
             for index, (x, y) in enumerate(batches):
-                log.at(f"step-{size}-{step}")
+                for place in (f"step-{size}-{step}", f"step-{size}-{step}-of-{log.name}"):
+                    log.at(place)
                 model.train()
                 memory.too_small = size > FITS and step == 2
                 accelerator.backward(nn.functional.cross_entropy(model(x), y))

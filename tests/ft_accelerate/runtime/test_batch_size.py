@@ -41,3 +41,20 @@ def test_killed_in_turn_in_a_search_and_after_it(
         for key in ("size", "step", "digest"):
             assert run.end(index)[key] == plain.end(index)[key] == run.end(0)[key]
     assert compare(run.lines(0), run.lines(1)) == len(run.lines(1))
+
+
+@pytest.mark.parametrize("runs_out", ["forward", "backward"])
+def test_a_process_is_late_for_the_batch_that_runs_out_of_memory(
+    tmp_path: Path, lighthouse: str, runs_out: str
+) -> None:
+    """Its peer is in the next try, of a smaller size, before it has begun the batch: both are right."""
+    hold = "step-12-2-of-0"
+    env = {**BOTH, "ACCELERATE_FAULT_TOLERANCE_TIMEOUT_S": "8"}
+    with running(tmp_path, lighthouse, WORKER, holds=[hold], runs_out=runs_out) as run:
+        zero, one = run.start(0, **env), run.start(1, **env)
+        run.until_held(0, hold)
+        run.until(lambda: run.events(1, "discard") > 0, "replica 1 waits in vain in its next try")
+        run.go(hold)
+        run.wait(zero, one)
+        assert run.end(0)["digest"] == run.end(1)["digest"]
+        assert run.end(0)["size"] == run.end(1)["size"] == 8

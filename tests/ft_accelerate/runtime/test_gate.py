@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverged, Kind
+from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverged, Header, Kind
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.script_position import ScriptPosition
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
@@ -218,8 +218,9 @@ def test_a_header_waits_beside_gradients_and_then_tells_which_process_is_astray(
         managers = [replica.manager for replica in pair]
 
         def check(slot: int, kind: Kind, patience_s: float | None = None) -> object:
+            here = Header(kind, event=7, agreed=7)
             return CheckedCollectives(
-                managers[slot], slot, 2, torch.device("cpu"), kind, 7, 7, patience_s
+                managers[slot], slot, 2, torch.device("cpu"), here, patience_s
             ).check()
 
         sent, told = threading.Event(), threading.Event()
