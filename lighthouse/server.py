@@ -126,7 +126,7 @@ class LighthouseServer:
     ) -> None:
         self.config = _config(config, min_replicas, join_timeout_ms)
         endpoint = normalize_address(bind, to_connect=False)
-        self._on_note = on_note or _log_note
+        self._on_note = on_note or self._log_note
         self._journal = None
         if state_file is not None:
             self._journal = Journal(Path(state_file), max_jobs=self.config.max_jobs)
@@ -391,6 +391,10 @@ class LighthouseServer:
         except Exception as error:  # of the owner's function: it must not end the training
             self._complaints.say("on_note raised %r", error)
 
+    def _log_note(self, note: Note) -> None:
+        say = self._complaints.say if note.refusal else log.info
+        say("%s/%s: %s", note.job.job_id, note.job.room_id, printable(note.text))
+
     def _send(self, peers: Iterable[Peer], data: bytes) -> None:
         self.stats.sent += self._endpoint.send(peers, data)
 
@@ -424,7 +428,3 @@ def _config(
         timeouts = replace(config.timeouts, join_timeout_s=join_timeout_ms / 1000)
         config = replace(config, timeouts=timeouts)
     return config
-
-
-def _log_note(note: Note) -> None:
-    log.info("%s/%s: %s", note.job.job_id, note.job.room_id, printable(note.text))

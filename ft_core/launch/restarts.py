@@ -11,7 +11,7 @@
 | no lighthouse answers any of them (exit code 69) | the job ends with that code |
 | `max_restarts` deaths of a group within an hour | it is given up; None: no limit |
 | ten deaths of a group in a row without one committed step of the job in between | it is given up |
-| three lives of a group in a row were refused for another model or other settings than its peers' (exit code 78), and it has never trained | it is given up |
+| three lives of a group in a row were refused for another model or other settings than its peers' (exit code 78), and it has never trained | it is given up; that is no error of the script |
 | another has finished | it is not started again |
 """
 
@@ -162,6 +162,8 @@ class RestartPolicy:
         self, histories: Sequence[History], index: int, lives: Sequence[int | None]
     ) -> str:
         death = histories[index][-1]
+        if death.exit_code == UNLIKE_EXIT_CODE:
+            return ""
         # The cause may be on another machine, or this machine itself.
         untold = death.step >= 0 and (self.elsewhere or self._is_kept(histories[index]))
         crashed = death.exit_code < 0

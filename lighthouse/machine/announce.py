@@ -47,11 +47,13 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Effect: a line for the log. `quorum`: it is the one line of a quorum change."""
+    """Effect: a line for the log. `quorum`: it is the one line of a quorum change. `refusal`: of a replica
+    group that is told only its own part."""
 
     job: JobKey
     text: str
     quorum: bool = False
+    refusal: bool = False
 
 
 @dataclass(frozen=True, slots=True)

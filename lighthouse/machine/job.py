@@ -340,7 +340,7 @@ class JobState:
         if other is None:
             return ""
         if text := schemas(join, other.join):
-            self._effects.append(Note(self.key, text))
+            self._effects.append(Note(self.key, text, refusal=True))
         stopped = stops(join, self._members) if known is None and self._live else ""
         return mismatch(join, other.join) or stopped
 

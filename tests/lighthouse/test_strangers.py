@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import struct
@@ -472,8 +473,9 @@ def test_a_member_that_connects_again_is_still_itself(
 
 
 def test_a_refusal_does_not_tell_what_the_members_have(
-    server: LighthouseServer, player: PlayerFactory
+    server: LighthouseServer, player: PlayerFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log does, as a warning: the lighthouse of a launcher shows no other lines."""
     a, b = player("a"), player("b")
     a.join(expected_replicas=1, schema="1", schema_text="a secret model")
     a.await_quorum()
@@ -481,6 +483,12 @@ def test_a_refusal_does_not_tell_what_the_members_have(
     reason = b.await_message(Refused).reason
     assert "another model" in reason
     assert "secret" not in reason
+
+    def warned() -> list[str]:
+        said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        return [text for text in said if "another model" in text and "a secret model" in text]
+
+    until(warned)  # it is written behind the answer
 
 
 def test_a_job_that_never_had_a_member_leaves_nothing(

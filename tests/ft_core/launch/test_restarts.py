@@ -202,14 +202,16 @@ def test_ten_ends_without_a_step_are_too_many() -> None:
     assert isinstance(verdict, GiveUp) and "no step between 10 of its ends" in verdict.why
 
 
-def test_one_that_is_refused_for_its_settings_from_the_beginning_is_given_up() -> None:
-    """Not at the first time: it may be refused for a peer of an earlier job, which is just dead."""
-    job = Job(3, RestartPolicy(elsewhere=True))
+@pytest.mark.parametrize("groups", [1, 3])
+def test_one_that_is_refused_for_its_settings_from_the_beginning_is_given_up(groups: int) -> None:
+    """Not at the first time: it may be refused for a peer of an earlier job, which is just dead. The only group
+    of its machine is no other case, and what it has is no error of its script."""
+    job = Job(groups, RestartPolicy(elsewhere=True))
     for _ in range(2):
         job.train(1)
-        assert isinstance(job.dies(1, UNLIKE_EXIT_CODE), Again)
-        job.returns(1)
-    assert job.dies(1, UNLIKE_EXIT_CODE) == GiveUp("not started again: it is refused each time")
+        assert isinstance(job.dies(0, UNLIKE_EXIT_CODE), Again)
+        job.returns(0)
+    assert job.dies(0, UNLIKE_EXIT_CODE) == GiveUp("not started again: it is refused each time")
 
 
 def test_one_that_has_trained_and_is_refused_for_its_settings_is_started_again() -> None:
