@@ -16,7 +16,7 @@ script's past, where it can do so in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from accelerate import ParallelismConfig
@@ -31,7 +31,6 @@ from ft_accelerate.options import FSDP1, uses
 from ft_accelerate.runtime.models import Memory
 from ft_accelerate.runtime.process import active, while_active
 from ft_accelerate.runtime.runtime import Runtime
-from ft_accelerate.runtime.script_position import ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks
 from ft_core.collectives.sharded import RetryableShards
 
@@ -180,20 +179,15 @@ def prepare(runtime: Runtime, original: Any, self: Any, *args: Any) -> Any:
     for model in result:
         if isinstance(model, nn.Module):
             ranks = runtime.group_ranks
-            RetryableShards(
-                runtime.reducer, model, data_parallel=ranks.sharers
-            )  # its parameters hold it
+            shards = RetryableShards(runtime.reducer, model, data_parallel=ranks.sharers)
+            _make_alike(model, Memory(runtime.position, ranks.all_agree), shards)
             runtime.trains(model)
-            _answer_from_memory(model, runtime.position, ranks.all_agree)
     return result
 
 
-def _answer_from_memory(
-    model: Any, position: ScriptPosition, all_agree: Callable[[bool], bool]
-) -> None:
-    """Let `model` be called as `FaultTolerantModel` is. It stays an FSDPModule of its class."""
+def _make_alike(model: Any, memory: Memory, shards: RetryableShards) -> None:
+    """Give `model` what a `FaultTolerantModel` has. It stays an FSDPModule of its class."""
     stock = type(model)
-    memory = Memory(position, all_agree)
 
     def __call__(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         return memory.forward(
@@ -206,6 +200,7 @@ def _answer_from_memory(
 
     names = {
         "__call__": __call__,
+        "trained": lambda self: shards.trained(),
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
     }

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from ft_accelerate.runtime.models import FaultTolerantModel, Prepared
+from ft_accelerate.runtime.models import Prepared
 from ft_accelerate.runtime.script_position import ScriptPosition
 
 
@@ -84,34 +84,28 @@ class Means:
 
     def _take(self) -> None:
         for number, values in self.peers.items():
-            model = self._prepared.models[int(number)]()
-            if isinstance(model, FaultTolerantModel):
-                for parameter, value in zip(_trained(model), values, strict=True):
-                    if value is None or parameter.grad is None:
-                        parameter.grad = None if value is None else value.clone()
-                    else:
-                        parameter.grad.copy_(value)  # it may share memory with a bucket
+            if (model := self._prepared.models[int(number)]()) is None:
+                continue
+            for parameter, value in zip(model.trained(), values, strict=True):
+                if value is None or parameter.grad is None:
+                    parameter.grad = None if value is None else value.clone()
+                else:
+                    parameter.grad.copy_(value)  # it may share memory with a bucket
         self.peers = {}
 
     def _copied(self) -> dict[str, list[Tensor | None]]:
-        """Empty: there are none, or there is a model of another kind (FSDP2)."""
+        """Empty: there are none."""
         # Where a window begins, what an optimizer has stepped on is left over: in most loops, all of it.
         done = () if self._position.grads else self._stepped
         if done and all(optimizer in done for optimizer in self._prepared.optimizers):
             return {}
         living = {str(n): model for n, ref in enumerate(self._prepared.models) if (model := ref())}
-        if not all(isinstance(model, FaultTolerantModel) for model in living.values()):
-            return {}
         over = {id(p) for each in done for group in each.param_groups for p in group["params"]}
         found: dict[str, list[Tensor | None]] = {
             number: [
                 None if p.grad is None or id(p) in over else p.grad.detach().clone()
-                for p in _trained(model)
+                for p in model.trained()
             ]
             for number, model in living.items()
         }
         return found if any(p is not None for each in found.values() for p in each) else {}
-
-
-def _trained(model: FaultTolerantModel) -> list[Tensor]:
-    return [p for p in model.module.parameters() if p.requires_grad]

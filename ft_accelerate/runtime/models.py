@@ -7,7 +7,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import recursively_apply
@@ -33,6 +33,15 @@ UNFREEZE = (
 )
 COPIED_BYTES = 4096
 """Remembered outputs of up to this size are copied for each use."""
+
+
+class TrainedModel(Protocol):
+    """A model whose gradients are averaged: a `FaultTolerantModel`, or one of FSDP2."""
+
+    training: bool
+
+    def trained(self) -> list[Tensor]:
+        """The parameters whose `.grad` holds the means, in the model's order. The loop's thread."""
 
 
 class FaultTolerantModel(RetryableDistributedDataParallel):
@@ -66,6 +75,10 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         return self._memory.forward(
             self.module, compute, inputs, kwargs, counts=self.require_backward_grad_sync
         )
+
+    def trained(self) -> list[Tensor]:
+        """See `TrainedModel`."""
+        return [p for p in self.module.parameters() if p.requires_grad]
 
     def refuse_unfrozen(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` is about to train a parameter that was frozen when it was prepared."""
@@ -203,14 +216,14 @@ class Prepared:
 
     def __init__(self) -> None:
         self._accelerators: list[weakref.ref[Any]] = []
-        self.models: list[weakref.ref[FaultTolerantModel]] = []
+        self.models: list[weakref.ref[TrainedModel]] = []
         self.adding = False
 
     def adopt(self, accelerator: Any) -> None:
         """Heal this accelerator's objects, besides those of the others that live."""
         self._accelerators.append(weakref.ref(accelerator))
 
-    def add(self, model: FaultTolerantModel) -> None:
+    def add(self, model: TrainedModel) -> None:
         """The script trains this model, too."""
         self.models.append(weakref.ref(model))
 

@@ -266,8 +266,8 @@ class RetryableShards:
         self._reducer = reducer
         if data_parallel > 1:
             check_covered(model, [m for m in model.modules() if isinstance(m, FSDPModule)])
-        shards = Shards(model)
-        parameters = [p for p in shards() if p.requires_grad]
+        self._shards = shards = Shards(model)
+        parameters = self.trained()
         self._buckets = [_Bucket.of(each) for each in _planned(parameters)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next, self._began = 0, False
@@ -279,6 +279,10 @@ class RetryableShards:
         # Without buffers: those are each rank's own, and no attempt changes them.
         reducer.add_model(self)
         reducer.copies_gradients(self)
+
+    def trained(self) -> list[Tensor]:
+        """The parameters, in the model's order, as they are between steps. Any thread but in backward."""
+        return [p for p in self._shards() if p.requires_grad]
 
     def close(self) -> None:
         """Leave the parameters alone from now on: gradients stay in this group. Idempotent."""

@@ -63,6 +63,41 @@ weights = b"".join(p.detach().numpy().tobytes() for net in nets for p in net.par
 Path(sys.argv[1], str(accelerator.process_index)).write_text(hashlib.sha256(weights).hexdigest())
 """
 
+SHARDED = """
+import hashlib, os, signal, sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+
+torch.set_num_threads(1)
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1))
+adam = torch.optim.AdamW(net.parameters(), 0.01)
+data = torch.utils.data.TensorDataset(torch.randn(96, 4))
+net, adam, loader = accelerator.prepare(net, adam, torch.utils.data.DataLoader(data, 4))
+life, dies = int(os.environ["FT_RESTARTS"]), sys.argv[2:]
+
+def at(place):
+    mine = accelerator.process_index == 3 and life < len(dies)
+    if mine and dies[life] == f"{place} {epoch} {index}":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+for epoch in range(2):
+    for index, (batch,) in enumerate(loader):
+        accelerator.backward(net(batch).square().mean())
+        at("between two backwards")
+        accelerator.backward(net(batch * 2).square().mean())
+        accelerator.clip_grad_norm_(net.parameters(), 0.1)
+        at("behind a clip")
+        accelerator.wait_for_everyone()
+        at("before the step")
+        adam.step()
+        adam.zero_grad()
+weights = b"".join(p.detach().to_local().numpy().tobytes() for p in net.parameters())
+Path(sys.argv[1], str(accelerator.process_index)).write_text(hashlib.sha256(weights).hexdigest())
+"""
+
 
 @pytest.mark.process
 def test_killed_where_no_optimizer_has_stepped_on_averaged_gradients(tmp_path: Path) -> None:
@@ -77,20 +112,39 @@ def test_killed_where_no_optimizer_has_stepped_on_averaged_gradients(tmp_path: P
         "behind a clip 1 11",
         "between two steps 2 3",
     ]
-    for out in ("whole", "killed"):
+    flags = ["--num_processes", "2", "--cpu"]
+    ends = weights(tmp_path, SCRIPT, flags, dies)
+    assert len({*ends["whole"], *ends["killed"]}) == 1
+
+
+@pytest.mark.process
+def test_so_is_one_of_a_group_whose_processes_hold_shards(tmp_path: Path) -> None:
+    """FSDP2. Its whole group comes back, each process with its part of these gradients."""
+    flags = ["--num_processes", "4", "--fault_tolerance_group_size", "2"]
+    flags += ["--use_fsdp", "--fsdp_version", "2"]
+    dies = ["between two backwards 0 2", "behind a clip 1 0", "before the step 1 2"]
+    ends = weights(tmp_path, SHARDED, flags, dies)
+    assert ends["killed"] == ends["whole"]
+    assert ends["whole"][:2] == ends["whole"][2:]
+
+
+def weights(tmp_path: Path, text: str, flags: list[str], dies: list[str]) -> dict[str, list[str]]:
+    """Digests of what the processes of a script have at its end, in a whole run and in one with these deaths."""
+    (tmp_path / "train.py").write_text(text)
+    processes = range(int(flags[1]))
+    ends = {}
+    for out, deaths in {"whole": [], "killed": dies}.items():
         (tmp_path / out).mkdir()
-    assert "SIGKILL" not in run(tmp_path, "whole", [])
-    assert run(tmp_path, "killed", dies).count("killed by SIGKILL") == len(dies)
-    ends = [(tmp_path / out / str(i)).read_text() for out in ("whole", "killed") for i in (0, 1)]
-    assert len(set(ends)) == 1
+        assert run(tmp_path, out, flags, deaths).count("killed by SIGKILL") == len(deaths)
+        ends[out] = [(tmp_path / out / str(index)).read_text() for index in processes]
+    return ends
 
 
-def run(tmp_path: Path, out: str, dies: list[str]) -> str:
+def run(tmp_path: Path, out: str, flags: list[str], dies: list[str]) -> str:
     """What a launcher of two replica groups says of the script."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    flags = ["--cpu", "--num_processes", "2", "--fault_tolerance_min_replicas", "2"]
-    command = [*accelerate("launch")[1:], *flags, str(script), str(tmp_path / out), *dies]
+    flags = [*flags, "--fault_tolerance_min_replicas", "2"]
+    script = str(tmp_path / "train.py")
+    command = [*accelerate("launch")[1:], *flags, script, str(tmp_path / out), *dies]
     env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
     with (tmp_path / f"{out}.said").open("wb") as file:
         job = workers.start("accelerate", command, env=env, stdout=file, stderr=file)
