@@ -193,10 +193,11 @@ class IntraGroup:
             failure, result = _receive(self._peers[0])
         except (OSError, EOFError) as error:
             self.close()
+            late = isinstance(error, TimeoutError)
+            what = f"did not come within {self._timeout_s:g} s" if late else "is gone"
             self._broken = (
-                f"{name}: another rank of this replica group is gone or did not come within "
-                f"{self._timeout_s:g} s ({error or type(error).__name__}); all ranks of a group "
-                "must make the same calls"
+                f"{name}: another rank of this replica group {what} ({error or type(error).__name__}); "
+                "all ranks of a group must make the same calls"
             )
             raise GroupBroken(self._broken) from error
         if failure:

@@ -27,7 +27,7 @@ from ft_core.shell.intra_group import Door, IntraGroup
 
 
 @contextmanager
-def ranks(size: int, port: int = 0) -> Iterator[list[IntraGroup]]:
+def ranks(size: int, port: int = 0, timeout_s: float = 20.0) -> Iterator[list[IntraGroup]]:
     port = port or free_port()
     groups = [
         IntraGroup(
@@ -38,7 +38,7 @@ def ranks(size: int, port: int = 0) -> Iterator[list[IntraGroup]]:
                 store_addr="127.0.0.1",
                 store_port=port,
             ),
-            timeout_s=20.0,
+            timeout_s=timeout_s,
         )
         for rank in range(size)
     ]
@@ -102,9 +102,18 @@ def test_different_calls_and_a_rank_that_is_gone_are_said() -> None:
         errors = together(zero.barrier, lambda: one.decide(True, all_of_them=True))
         assert all("call different things (barrier, decision)" in str(error) for error in errors)
         one.close()
-        for _ in range(2):  # also where the first error was caught: nobody would come
+        for _ in range(2):  # also where the first error was caught: none would come
             with pytest.raises(GroupBroken, match="another rank of this replica group is gone"):
                 zero.barrier()
+
+
+def test_a_rank_that_does_not_come_is_said_to_be_late() -> None:
+    with ranks(2, timeout_s=0.5) as (zero, one):
+        together(lambda: zero.barrier(limited=False), lambda: one.barrier(limited=False))
+        with pytest.raises(
+            GroupBroken, match="rank of this replica group did not come within 0.5 s"
+        ):
+            zero.barrier()
 
 
 def test_ranks_begin_with_the_state_of_the_first() -> None:
