@@ -53,6 +53,24 @@ class Means:
             self._take()
         self._held, self._held_at = self._copied(), self._at
 
+    def before_window(self) -> None:
+        """A batch is asked for. If a script drops gradients (they are not finite, or its backward has raised, in all
+        processes) and takes no step, there is nothing left that a peer would have to take or to compute again: a
+        window begins, as after a step. But not in the middle of an accumulation, of which each process counts the
+        batches."""
+        begun = self._position.pending or self._added_to
+        if begun and not self._position.stepped and self._dropped:
+            self._position.step_taken()
+
+    @property
+    def _dropped(self) -> bool:
+        """Whether the script has taken them from all optimizers, between two accumulations."""
+        accelerators, optimizers = self._prepared.accelerators.values(), self._prepared.optimizers
+        if not optimizers or not all(each.sync_gradients for each in accelerators):
+            return False
+        groups = (group for each in optimizers for group in each.param_groups)
+        return all(p.grad is None for group in groups for p in group["params"])
+
     def committed(self) -> None:
         """A gradient step is: what is held is of the one before."""
         self._position.graded()
@@ -108,4 +126,6 @@ class Means:
             ]
             for number, model in living.items()
         }
-        return found if any(p is not None for each in found.values() for p in each) else {}
+        # After a gradient step, none is what a script has that dropped them: its peer is to drop its own.
+        there = any(p is not None for each in found.values() for p in each)
+        return found if there or (self._position.grads and self._dropped) else {}

@@ -247,6 +247,7 @@ class Runtime:
                 break
             if self._data is not None:
                 self._data.refuse_undivided(loader)
+            self.means.before_window()
             position.open_window(iteration)
             if self._open:
                 break

@@ -290,7 +290,7 @@ class ScriptPosition:
         return norm
 
     def step_taken(self) -> None:
-        """An optimizer has stepped, or would have."""
+        """An optimizer has stepped, or would have; or the script has dropped what it would have stepped on."""
         self.stepped, self.pending = True, False
 
     def in_words(self) -> str:

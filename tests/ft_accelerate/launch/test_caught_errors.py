@@ -1,4 +1,4 @@
-"""Scripts that leave out a batch in one process alone, under `accelerate launch`."""
+"""Scripts that leave out a batch, in one process alone or in all, under `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
 
 BEGINS = """
-import hashlib, os, sys
+import hashlib, os, signal, sys
 from pathlib import Path
 import torch
 from accelerate import Accelerator
@@ -72,6 +72,61 @@ with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4, enabled=T
                 optimizer.zero_grad()
             local.step()
 """
+
+# All leave out a batch. One dies in the next one.
+NOT_FINITE = """
+for index, (batch,) in enumerate(loader):
+    if leaves_out and index == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator.backward(model(batch).mean() * (float("nan") if index == 3 else 1.0))
+    if accelerator.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+        optimizer.step()
+    optimizer.zero_grad()
+"""
+# The others are in an operation, still in that batch.
+NOT_FINITE_AND_GATHERS = (
+    NOT_FINITE.replace("index == 4", "False")
+    + """
+    if leaves_out and index == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator.gather(batch)
+"""
+)
+# The process that comes back has memory for it.
+OUT_OF_MEMORY = """
+def need(gradient):
+    if os.environ["FT_RESTARTS"] == "0":
+        raise torch.OutOfMemoryError("no memory is left")
+
+for index, (batch,) in enumerate(loader):
+    if leaves_out and index == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss = model(batch).mean()
+    if index == 3:
+        loss.register_hook(need)
+    try:
+        accelerator.backward(loss)
+        optimizer.step()
+    except torch.OutOfMemoryError:
+        pass
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "loop",
+    [NOT_FINITE, NOT_FINITE_AND_GATHERS, OUT_OF_MEMORY],
+    ids=["not finite", "in an operation", "out of memory"],
+)
+def test_a_process_that_dies_behind_a_batch_that_all_leave_out_comes_back(
+    tmp_path: Path, loop: str
+) -> None:
+    """It goes on where its peers are, that have no gradient of that batch left. `run` asks for both groups in each step."""
+    said = run(loop, tmp_path)
+    assert said.count("replica group 1 was killed by SIGKILL; it is started again") == 1
+    assert "failed with exit code" not in said
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
 
 
 @pytest.mark.process
