@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -95,6 +95,8 @@ class OuterLoop:
         self._moved = False  # it has taken a peer's place in the data, where something else is due
         self._sent: OuterReduce | None = None  # the fragment that is on its way
         self._loop_thread = threading.get_ident()
+        self.control: Callable[[], bytes] = bytes
+        """What this member's vote on an outer step carries: see `Manager.should_commit`. The loop's thread."""
         self.stats = outer.stats
         manager.register_schema(
             self.KEY,
@@ -347,7 +349,7 @@ class OuterLoop:
         """The end of the step. Tests put their faults in front of it.
 
         One that joins within a `sync` would go on to its own next slot, and miss the rest."""
-        return self._manager.should_commit(admits=not self._more_follow)
+        return self._manager.should_commit(control=self.control(), admits=not self._more_follow)
 
     def _finish(self, sent: OuterReduce) -> None:
         """The outer step was committed."""

@@ -87,6 +87,8 @@ class InnerDriver:
         self.restoring = False
         """A peer's place is being taken."""
         self.last_committed: bool | None = None
+        self.control = b""
+        """What the first member's vote on the last outer step has carried, if that was committed."""
         batches.at_boundary = self.at_boundary
 
     def before_backward(self) -> None:
@@ -141,7 +143,7 @@ class InnerDriver:
         outcome = self._manager.last_outcome()
         if outcome is None or outcome is before:
             return False
-        self.last_committed = outcome.committed
+        self.last_committed, self.control = outcome.committed, outcome.control
         self._on_quorum()
         return True
 
@@ -290,11 +292,12 @@ class PeriodicMixin(FTDDPMixin):
         if trainer.state.fn != "fit":
             return
         assert self._driver is not None
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and self._decisions is not None
         self._aside, self._booked = None, (0, 0.0, 0.0)
         steps = InnerSteps(list(self.optimizers))
         with self._averaging(self.lightning_module):
             self._driver.use(self._make_algorithm(self.lightning_module, steps), steps)
+        self._driver.algorithm.control = self._decisions.outer_control
         callback = self._from("callbacks").Callback
         members = {
             "on_train_batch_end": lambda _, *rest: self._batch_end(),
@@ -332,10 +335,12 @@ class PeriodicMixin(FTDDPMixin):
         return output
 
     def _batch_end(self) -> None:
-        assert self._driver is not None
+        assert self._driver is not None and self._decisions is not None
+        self._decisions.wait_with_saves()
         if self._driver.batch_end():
             if self._driver.last_committed:
                 self._checkpoints.round_ended()
+                self._decisions.hear_outer(self._driver.control)
             self._log_outer_step()
 
     def _log_outer_step(self) -> None:

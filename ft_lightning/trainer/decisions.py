@@ -15,10 +15,11 @@ At the end of a validation and of an epoch, where Lightning decides by metrics, 
 | `should_stop` set in `training_step`, before its last backward | with this step's commit |
 | `should_stop` at a validation's or an epoch's end (EarlyStopping, a Timer by epoch), or set earlier by another than the first member | there |
 | `should_stop` set anywhere else by the first member (Timer, `max_time`) | with the next commit |
-| `val_check_interval` by time, ModelCheckpoint's `train_time_interval` | with the commit that finds the time over |
+| `val_check_interval` by time, ModelCheckpoint's `train_time_interval` | with the commit that finds the time over (LocalSGD and DiLoCo: that of an outer step, for saves) |
 | plateau schedulers, EarlyStopping, ModelCheckpoint's monitor | on the first member's metrics |
 
-Per-group commit carries nothing: each group then decides for itself.
+Per-group commit carries nothing: each group then decides for itself. So it does under LocalSGD and DiLoCo, but for
+saves by the clock.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Decisions:
         self._trainer = trainer
         self.alone = False
         """Each group for itself: votes carry nothing."""
+        self.saves_alone = False
+        """The same of what a ModelCheckpoint saves by the clock."""
         self.timed = False
         """Whether `val_check_interval` is a time, which all must find over at the same step."""
         self._wish = bool(trainer.should_stop)
@@ -88,11 +91,12 @@ class Decisions:
         )
         if self.timed:
             self.wait_with_validation()
-        if not self.alone:
+        if not self.saves_alone:
             found = trainer.checkpoint_callbacks
             self._saving = [
                 c for c in found if getattr(c, "_train_time_interval", None) is not None
             ]
+            self.wait_with_saves()
         self._saved_at = [self._validated_at] * len(self._saving)
         # Epochs of a length that is known are as long everywhere (`strategy.schema`).
         self._aligned = trainer.num_training_batches != float("inf")
@@ -198,6 +202,21 @@ class Decisions:
             now - saved_at >= callback._train_time_interval.total_seconds()
             for callback, saved_at in zip(self._saving, self._saved_at, strict=True)
         ]
+
+    def outer_control(self) -> bytes:
+        """What this member's vote on an outer step of LocalSGD or DiLoCo carries."""
+        packed: bytes = msgpack.packb(self._saves_due())
+        return packed
+
+    def hear_outer(self, control: bytes) -> None:
+        """What the first member's vote has carried, with the commit of an outer step."""
+        if control:
+            self._save_by_the_clock(msgpack.unpackb(control))
+
+    def wait_with_saves(self) -> None:
+        """Each ModelCheckpoint compares its clock with this time: it is not over, until a commit says so."""
+        for callback in self._saving:
+            callback._last_time_checked = math.inf
 
     def _save_by_the_clock(self, saves: list[bool]) -> None:
         """Each ModelCheckpoint compares its clock with this time, behind the batch, which may have several steps."""

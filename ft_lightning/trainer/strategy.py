@@ -267,6 +267,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._driver = self._make_driver(trainer)
         agrees = self._agrees
         self._decisions.alone = not agrees
+        self._decisions.saves_alone = self._options.commit != "quorum"
         self._rounds = Rounds(
             trainer,
             self._decisions,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ OPTIONS: dict[str, Any] = {
     "die": None,  # [replica, global step]: SIGKILL itself there, in its first life
     "inject": {},  # {"<global step>": replica}: this replica reports an error once
     "resume": None,  # a checkpoint
+    "save_every_s": [],  # of each replica: a ModelCheckpoint saves by its clock, to `<log>/timed`
 }
 
 
@@ -126,6 +129,7 @@ class Recorder(Callback):
                 k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("outer")
             },
             "leader": trainer.is_global_zero,
+            "saved": Path(trainer.checkpoint_callbacks[-1].best_model_path).name,
         }
         self.files.step(**line)
 
@@ -138,6 +142,10 @@ def run(options: dict[str, Any]) -> Trainer:
         model.files.begin_life()
     train, val = loaders(options)
     recorder = Recorder(model.files)
+    callbacks = [recorder, ModelCheckpoint(options["log"] + "/checkpoints", save_top_k=-1)]
+    if options["save_every_s"]:
+        interval = timedelta(seconds=options["save_every_s"][int(os.environ["REPLICA_GROUP_ID"])])
+        callbacks.append(ModelCheckpoint(options["log"] + "/timed", train_time_interval=interval))
     strategy = options["strategy"]
     if strategy.startswith("FT"):
         strategy = getattr(ft_lightning, strategy)(**options["strategy_options"])
@@ -148,7 +156,7 @@ def run(options: dict[str, Any]) -> Trainer:
         max_epochs=options["max_epochs"],
         accumulate_grad_batches=options["accumulate"],
         precision=options["precision"],
-        callbacks=[recorder, ModelCheckpoint(options["log"] + "/checkpoints", save_top_k=-1)],
+        callbacks=callbacks,
         logger=CSVLogger(options["log"] + "/csv", flush_logs_every_n_steps=1),
         log_every_n_steps=1,
         enable_progress_bar=False,

@@ -233,6 +233,19 @@ def test_a_fabric_loop_is_killed_healed_and_resumed(tmp_path: Path, lighthouse: 
     assert more.lines(0)[0]["outer_step"] == lines[0][-1]["outer_step"] + 1
 
 
+def test_saves_by_the_clock_are_at_the_same_outer_steps(tmp_path: Path, lighthouse: str) -> None:
+    """Their clocks differ, and each has its time over between two outer steps, too."""
+    options = {"strategy": "ft_local_sgd", "step_delay_s": 0.03, "save_every_s": [0.9, 0.05]}
+    with running(tmp_path, lighthouse, max_epochs=3, **options) as run:
+        run.wait(run.start(0), run.start(1))
+        mine, other = run.lines(0), run.lines(1)
+    assert compare(mine, other) >= 5
+    saved = [line["saved"] for line in mine]
+    assert saved == [line["saved"] for line in other]
+    assert len(set(saved)) >= 2  # none yet, and one that was saved
+    assert len(list((tmp_path / "timed").iterdir())) == 1
+
+
 LAST_SAVE = """
 import os, signal, sys, time
 from pathlib import Path
