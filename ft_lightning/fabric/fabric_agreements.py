@@ -75,6 +75,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     """Committed since the batch began."""
     _together = 0
     """Committed since this process began, or came back."""
+    _raised = 0
+    """Backward passes that have raised since the last commit."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -189,6 +191,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if known is not None:
             return known.to(tensor.device, copy=True)
         self._window.agreed()
+        if self._reducer is not None and self._options.commit == "quorum":
+            self._reducer.before_forward()  # a backward has raised, and the loop has caught it
         if not self._meets():
             self._warn(name)
             return None
@@ -236,14 +240,19 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         # Between the updates of a batch a group may heal, and in a validation it can't.
         admits = self._in_pass() and self._may_heal_next()
         committed = manager.should_commit(self._patience, no_update=True, admits=admits)
-        self._votes += committed
-        self._together += committed
+        self._voted(committed)
         self._where, self._open = None, False
         if committed:
             self._follow_quorum()
         if not committed and put_back is not None:
             put_back()  # the discard has undone the forward's statistics
         return committed
+
+    def _voted(self, committed: bool) -> None:
+        """A step or an agreement has ended."""
+        self._votes += committed
+        self._together += committed
+        self._raised *= not committed
 
     def _exchange(self, call: Call, tensor: Tensor) -> Tensor:
         """The collectives of a round. Raises as `_all_call`."""
@@ -256,23 +265,29 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             return gather_in_step(manager, tensor)
         return reduce_in_step(manager, tensor.clone(), op)
 
-    def _all_call(self, call: Call) -> bool:
-        """Whether all members have called this; False: the attempt has failed, and is repeated.
+    def _all_call(self, call: Call, *, computes: bool = False) -> bool:
+        """Whether all members have called this; False: the attempt has failed, and is repeated. `computes`: a
+        backward pass is under way, and may raise.
 
         Members whose collectives do not match wait for each other, and try again for ever. If they
         have called different things, those raise RuntimeError, and leave the quorum, that have taken part in fewer
-        commits than others; all do if those with most differ among themselves.
+        commits than others; all do if those with most differ among themselves. A loop may catch what
+        its backward raises, in all of them: one that is late for that meets the others at their next call.
         """
         manager = self._manager
         assert manager is not None
         mine = [NAMES.index(call[0]), _number(repr(call)), self._window.place.agreements]
-        said = exchange_headers(manager.step, [*mine, self._together])
-        if said is None:
+        heard = exchange_headers(manager.step, [*mine, self._together, self._raised, int(computes)])
+        if heard is None:
             return False
+        said = [header[:4] for header in heard]
         most = max((together for *_, together in said), default=0)
         right = {tuple(called) for *called, together in said if together == most}
         if all(tuple(called) in right for *called, _ in said) and len(right) == 1:
             return True
+        if any(late[5] and late[4] < other[4] for late in heard for other in heard):
+            manager.report_error(RuntimeError("a backward pass has raised, and another one may"))
+            return False
         if right == {tuple(mine)}:
             manager.report_error(RuntimeError("another replica group has called something else"))
             return False

@@ -62,7 +62,11 @@ class FabricStepMixin(FabricAgreementsMixin):
         @wraps(inherited)
         def backward(self: Any, *args: Any, **options: Any) -> None:
             if self._before_backward():
-                inherited(self, *args, **options)
+                try:
+                    inherited(self, *args, **options)
+                except BaseException:
+                    self._raised += 1
+                    raise
             self._window.after_backward()
 
         cls.backward = backward  # type: ignore[method-assign]
@@ -272,7 +276,7 @@ class FabricStepMixin(FabricAgreementsMixin):
                 "this replica group has healed to another place within loss.backward(), which "
                 "ends its graph: call fabric.backward(loss) in place of loss.backward()"
             )
-        self._compare_calls()
+        self._compare_calls(computes=True)
         return True
 
     def _open_in_batch(self) -> bool:
@@ -292,8 +296,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             # The vote announces it: the next quorum is formed without this group at once.
             manager.leave_after_step()
         committed = manager.should_commit(control=self._control(), admits=self._may_heal_next())
-        self._votes += committed
-        self._together += committed
+        self._voted(committed)
         self._open = False
         if committed:
             part = manager.step.part
@@ -318,7 +321,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._break_off()
         return False
 
-    def _compare_calls(self) -> None:
+    def _compare_calls(self, *, computes: bool = False) -> None:
         """Before the first gradients under a quorum: are all in a backward pass? Its members have seen then
         that they call the same. Where they stop doing so, a step fails, and another quorum follows."""
         manager = self._manager
@@ -326,7 +329,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         if not self._votes_each_step or self._options.commit != "quorum" or not manager.bind():
             return
         if manager.step.part is not None and manager.step.part.quorum_id != self._compared_in:
-            self._all_call(BACKWARD)
+            self._all_call(BACKWARD, computes=computes)
 
     def _gradients_refused(self) -> None:
         self._window.refused()

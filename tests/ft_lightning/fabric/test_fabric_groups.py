@@ -189,6 +189,66 @@ def test_a_backward_pass_in_place_of_another_call_raises_in_all(two: Groups) -> 
         assert "called something else" in str(error)
 
 
+class Breaks(torch.autograd.Function):
+    """Its backward raises, where the weights of one layer have their gradients, and those of another do not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_all_raise_in_a_backward_and_one_is_late_for_it(two: Groups, evaluates: bool) -> None:
+    """The other one has gone on to what its loop does next, in another quorum: no divergence."""
+    gone_on = threading.Event()
+
+    def until_gone_on(manager: Any, began_in: int) -> None:
+        assert gone_on.wait(PATIENCE_S)
+        if evaluates:  # its vote is cast in that forward
+            until(lambda: (part := manager.in_quorum()) and part.quorum_id != began_in, "a quorum")
+
+    def body(fabric: Any, index: int) -> Any:
+        net = nn.Sequential(nn.Linear(1, 1), nn.Identity(), nn.Linear(1, 1))
+        for parameter in net.parameters():
+            nn.init.constant_(parameter, 0.5)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.001))
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
+        raised, means, began_in = 0, [], -1
+        for _ in fabric.strategy.epochs(2):
+            model.train()
+            for (batch,) in loader:
+                breaks = fabric.strategy.batch_idx == 3
+                net[1].forward = Breaks.apply if breaks else nn.Identity().forward
+                loss = model(batch).square().mean()
+                if breaks and index == 1 and not raised:
+                    until_gone_on(fabric.strategy.manager, began_in)
+                try:
+                    fabric.backward(loss)
+                except torch.OutOfMemoryError:
+                    raised += 1
+                    optimizer.zero_grad()
+                    continue
+                if began_in < 0:
+                    began_in = fabric.strategy.manager.in_quorum().quorum_id
+                optimizer.step()
+                optimizer.zero_grad()
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    model(batch)
+            gone_on.set()
+            means.append(float(fabric.all_reduce(torch.tensor(float(index)))))
+        return raised, means, fabric.strategy.progress.step, digest(net.state_dict())
+
+    first, second = two.run(body)
+    assert first == second
+    assert first[:3] == (2, [0.5, 0.5], 6)
+
+
 def test_one_that_came_back_and_calls_something_else_raises_alone(
     two: Groups, server: LighthouseServer
 ) -> None:
