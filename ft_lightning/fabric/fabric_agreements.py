@@ -252,7 +252,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         """A step or an agreement has ended."""
         self._votes += committed
         self._together += committed
-        self._raised *= not committed
+        if committed:
+            self._raised = 0
 
     def _exchange(self, call: Call, tensor: Tensor) -> Tensor:
         """The collectives of a round. Raises as `_all_call`."""
