@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -43,6 +43,7 @@ from ft_accelerate.runtime.script_position import (
     CAUGHT,
     EARLY,
     LATER,
+    LONGEST,
     CatchUp,
     Iteration,
     Phase,
@@ -83,7 +84,8 @@ class Runtime:
         self.position, self.prepared = ScriptPosition(), Prepared()
         self.means = Means(self.prepared, self.position)
         self._data = DividedData.of(ranks, self.position)
-        self._catch_up = CatchUp(self.position, measures=place.group_world_size == 1)
+        alone, longest_s = place.group_world_size == 1, LONGEST * options.timeout_s
+        self._catch_up = CatchUp(self.position, measures=alone, longest_s=longest_s)
         self.reducer = RetryableReducer(
             RetryHooks(
                 begin=self._begin_gradients,
@@ -291,8 +293,8 @@ class Runtime:
 
     def _keep_peers_going(self) -> None:
         """Leave the quorum for now if the peers have waited long enough for this script."""
-        now = time.monotonic()
-        if self._catch_up.overstays(now):
+        now, manager = time.monotonic(), self.manager
+        if manager is not None and self._catch_up.overstays(now, manager.evicted):
             # What it has healed is as new as any if all others die meanwhile.
             reason = f"about {self.position.distance} batches behind"
             self.leave_for_now(reason, discard_state=False)
@@ -449,30 +451,9 @@ class Runtime:
         if at == "op" and self.reducer.busy:
             self.reducer.before_forward()  # a backward has raised, and the script has caught it
         if self._untaken and self.live and at != "op":
-            self.leave_for_now(
-                "it has come back while a model was prepared: the rest has not healed"
-            )
-        if self.manager is None or self._aside:
+            self.leave_for_now("it came back while a model was prepared: the rest has not healed")
+        if not self._open:
             self._join(at)
-        elif not self._open:
-            self._start(at)
-
-    def _start(self, at: str) -> None:
-        self._at = at
-        manager, self._starting = self._manager, threading.get_ident()
-        try:
-            manager.start_quorum()
-        except GroupBroken as error:
-            end_with_group(error)
-        finally:
-            self._starting = 0
-        self._open = self._joined = True
-        part = manager.step.part
-        if part is not None:  # else the attempt has failed already; its vote tells
-            self.contributes = part.rank is not None
-            self.leadership.follow(part)
-            if self._data is not None and self._data.is_another(part):
-                self._end_early(LATE_SHARE.format(self.options.replica_group_id, part.share))
 
     def _take_main(self, whole: dict[int, bool]) -> None:
         """The headers of this quorum are there."""
@@ -517,39 +498,55 @@ class Runtime:
     # ------------------------------------------------------------------ join
 
     def _join(self, at: str) -> None:
-        """Join (again) and learn where the others are; stay if that place is near.
+        """Begin a step: join if this process is in no quorum, and learn where the others are if it has healed; stay
+        if that place is near.
 
         The processes of one group get the same state, and so decide alike.
         """
         while True:
-            self._end_if_due()
-            first, self._aside = self.manager is None, False
+            first, self._at = self.manager is None, at
+            joins, self._aside = first or self._aside, False
+            self._starting = threading.get_ident()
             try:
                 if first:
                     self._connect()
-                self._start(at)
+                self._manager.start_quorum()
             except TrainingOver as error:
-                # Nothing is left to do, and nothing has failed.
-                late = self._healed is None
-                how = "came back too late" if late else "was still catching up"
-                log.warning("this process %s: %s", how, error)
-                self._leave_for_good()
-                raise SystemExit(OVER_EXIT_CODE if late else 0) from None
+                self._end_too_late(error)
+            except GroupBroken as error:
+                end_with_group(error)
+            finally:
+                self._starting = 0
+            self._open = self._joined = True
+            part = self._manager.step.part
+            if part is not None:  # else the attempt has failed already; its vote tells
+                self.contributes = part.rank is not None
+                self.leadership.follow(part)
+                if self._data is not None and self._data.is_another(part):
+                    self._end_early(LATE_SHARE.format(self.options.replica_group_id, part.share))
             target = self.position.target
             if target is None or self.live:
-                if self._healed is None and self.leadership.holds:
+                if joins and self._healed is None and self.leadership.holds:
                     self.saved.trains()
                 return
-            if target.pending and not self.means.peers:
-                self.leave_for_now("the others are where this process cannot join them")
-                time.sleep(UNREACHABLE_PAUSE_S)
-                continue
             if self.position.given_up:
                 self.leave_for_now("the others have another batch size", discard_state=False)
                 return
-            self._catch_up.joined(time.monotonic())
-            self._keep_peers_going()
-            return
+            if not target.pending or self.means.peers:
+                self._catch_up.joined(time.monotonic())
+                self._keep_peers_going()
+                return
+            self.leave_for_now("the others are where this process cannot join them")
+            time.sleep(UNREACHABLE_PAUSE_S)
+            self._end_if_due()
+
+    def _end_too_late(self, error: TrainingOver) -> NoReturn:
+        """Nothing is left to do, and nothing has failed."""
+        late = self._healed is None
+        how = "came back too late" if late else "was still catching up"
+        log.warning("this process %s: %s", how, error)
+        self._leave_for_good()
+        raise SystemExit(OVER_EXIT_CODE if late else 0) from None
 
     def _connect(self) -> None:
         """Make the manager, with the state that all processes of this group begin with."""

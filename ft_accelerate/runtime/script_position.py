@@ -31,6 +31,7 @@ beginning, batches that it had yielded before).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -539,7 +540,9 @@ class ScriptPosition:
 STAY_S = 0.25
 """How long peers may stand still the first time."""
 GROWS = 4
-"""More than the lighthouse's pauses before it lets a member in again that has left while it heals."""
+LONGEST = 0.25
+"""Of the timeout: how long they may at most. A member that heals is evicted when others' collectives have waited
+for half of it."""
 TELL_S = 2.0
 """A catching up that takes longer is worth a line."""
 BATCHES_A_S = 5000.0
@@ -553,7 +556,8 @@ class CatchUp:
     In the quorum its peers wait for it. So it stays only if it will soon be where they are; else it
     leaves, which costs them one repetition of a step's reduction, runs through its past meanwhile, and
     joins again. Each time that it leaves it may stay longer the next time: peers that are quick, and gone
-    on, would otherwise be ahead of it again each time.
+    on, would otherwise be ahead of it again each time. When it may stay for `longest_s` it does, however far it
+    has to go: a script that runs through its past no faster than its peers train comes nearer only while they wait.
 
     The loop's thread only. Times are in seconds, of one monotonic clock.
 
@@ -561,8 +565,8 @@ class CatchUp:
     without a message, and so by what they all know.
     """
 
-    def __init__(self, position: ScriptPosition, *, measures: bool) -> None:
-        self._position, self._measures = position, measures
+    def __init__(self, position: ScriptPosition, *, measures: bool, longest_s: float) -> None:
+        self._position, self._measures, self._longest_s = position, measures, longest_s
         self._may_stay_s = STAY_S
         self._joined_at: float | None = None
         self._began: tuple[float, int] | None = None
@@ -578,7 +582,7 @@ class CatchUp:
     def left(self) -> None:
         """It has left the quorum for now."""
         self._joined_at = None
-        self._may_stay_s *= GROWS
+        self._may_stay_s = max(self._may_stay_s, min(self._may_stay_s * GROWS, self._longest_s))
 
     def live(self) -> None:
         """It is where its peers are."""
@@ -586,12 +590,16 @@ class CatchUp:
         self._may_stay_s = STAY_S
         self._told.clear()
 
-    def overstays(self, now: float) -> bool:
-        """Whether it is in the quorum, behind, and should leave."""
+    def overstays(self, now: float, evicted: Callable[[], bool] = lambda: False) -> bool:
+        """Whether it is in the quorum, behind, and should leave; or it was there, and its peers wait no longer
+        (`evicted`): then it is not back among them where they were."""
         if self._joined_at is None or not self._position.distance:
             return False
+        if self._measures and evicted():
+            return True
         stayed_s = now - self._joined_at if self._measures else 0.0
-        return stayed_s + self.expected_s(now) > self._may_stay_s
+        expected_s = self.expected_s(now) if self._may_stay_s < self._longest_s else 0.0
+        return stayed_s + expected_s > self._may_stay_s
 
     def expected_s(self, now: float) -> float:
         """How long it takes to get where the peers were when they were met last."""

@@ -39,6 +39,7 @@ OPTIONS: dict[str, Any] = {
     "stay_s": 60.0,
     "first_seed_only": False,  # the others begin with weights of their own
     "step_delay_s": 0.0,
+    "delays_past": False,  # when the script runs through its past, too
     "eval_delay_s": 0.0,
     # places to wait at, see `script.Log`: "step-12", "eval-1"; "past-step-3": when the script runs
     # through its past
@@ -311,7 +312,8 @@ def run(options: dict[str, Any]) -> None:
             for index, (x, y) in batches(train):
                 if options["told"]:
                     global_step = epoch * len(train) + index
-                time.sleep(options["step_delay_s"] if log.live else 0)
+                slow = log.live or options["delays_past"]
+                time.sleep(options["step_delay_s"] if slow else 0)
                 log.at(f"step-{global_step}")
                 with accelerator.accumulate(model):
                     if not options["triggered"]:

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from ft_accelerate.runtime.checkpoints import POSITION_FILE
-from lighthouse import LighthouseServer
+from ft_core.environment import ENV_HEARTBEAT
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
 from tests.ft_accelerate.harness import Line, Run, compare, running
 from tests.harness.lighthouses import has_joined, patient_lighthouse
+from tests.harness.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -372,6 +375,29 @@ def test_a_flipped_bit_is_named_and_healed(tmp_path: Path) -> None:
         assert len({run.end(index)[key] for index in range(3)}) == 1, key
     assert compare(run.lines(0), run.lines(2)) == len(run.lines(0)) == run.end(0)["step"]
     assert len(run.lives(1)) == 1
+
+
+def test_one_whose_past_takes_as_long_as_training_comes_back(tmp_path: Path) -> None:
+    """Its loop has work of its own in each batch. Its peer waits for it, a part of the timeout at a time: it is not
+    evicted for that, and not said to be back before it is."""
+    options = {"epochs": 1000, "step_delay_s": 0.02, "delays_past": True, "stay_s": 0.25}
+    env = {"ACCELERATE_FAULT_TOLERANCE_TIMEOUT_S": "4", ENV_HEARTBEAT: "0.4"}
+    timeouts = Timeouts.derive(4.0, heartbeat_timeout_s=1.2, join_timeout_s=PATIENCE_S)
+    with (
+        LighthouseServer(config=LighthouseConfig(timeouts=timeouts)) as server,
+        running(tmp_path, server.address(), **options) as run,
+    ):
+        run.start(0, **env), run.start(1, **env)
+        run.until_step(1, 10)
+        os.kill(run.lives(1)[0], signal.SIGSTOP)
+        missed = run.lines(0)[-1]["step"] + 150
+        run.until_step(0, missed)
+        os.kill(run.lives(1)[0], signal.SIGCONT)
+        run.until_step(1, missed)
+        run.until_step(1, run.lines(1)[-1]["step"] + 10)
+        assert compare(run.lines(0), run.lines(1)) >= 10
+        assert run.output().count("is back at") == 1
+        assert len(run.lives(1)) == 1
 
 
 @pytest.mark.parametrize(
