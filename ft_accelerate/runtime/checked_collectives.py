@@ -95,11 +95,10 @@ class Header(NamedTuple):
     @classmethod
     def of(cls, position: ScriptPosition, kind: Kind, *, computes: bool) -> Header:
         """What this process is about to do at its script's `position`."""
-        header = cls(kind, position.events, position.agreed, int(position.missed == 0))
-        if kind is not Kind.GRADIENTS:
-            return header._replace(raised=position.backwards)
-        raised = max(position.backwards - 1, 0)
-        return header._replace(raised=raised, computes=int(computes), batch=position.batch)
+        whole = position.missed == 0
+        batch = position.batch if kind is Kind.GRADIENTS else UNKNOWN
+        done = position.events, position.agreed, int(whole), position.raised
+        return cls(kind, *done, int(computes), batch)
 
     @property
     def place(self) -> tuple[int, int, int]:

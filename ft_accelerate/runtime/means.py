@@ -54,12 +54,11 @@ class Means:
         self._held, self._held_at = self._copied(), self._at
 
     def before_window(self) -> None:
-        """A batch is asked for. If a script drops gradients (they are not finite, or its backward has raised, in all
+        """A batch is asked for, and no optimizer has stepped. If a script drops gradients (they are not finite, or its backward has raised, in all
         processes) and takes no step, there is nothing left that a peer would have to take or to compute again: a
         window begins, as after a step. But not in the middle of an accumulation, of which each process counts the
         batches."""
-        begun = self._position.pending or self._added_to
-        if begun and not self._position.stepped and self._dropped:
+        if (self._position.pending or self._added_to) and self._dropped:
             self._position.step_taken()
 
     @property

@@ -93,6 +93,7 @@ class Runtime:
                 again=self._open_gradients,
                 committed=self._gradients_committed,
                 refused=self.position.replay_grad,
+                raised=self.position.backward_raised,
                 unused_hint=UNUSED_HINT,
             )
         )
@@ -249,7 +250,8 @@ class Runtime:
                 break
             if self._data is not None:
                 self._data.refuse_undivided(loader)
-            self.means.before_window()
+            if not position.stepped:
+                self.means.before_window()
             position.open_window(iteration)
             if self._open:
                 break
@@ -335,11 +337,8 @@ class Runtime:
         self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
-        position = self.position
-        if computes:
-            position.begin_backward()
         self._manager.state.shares_rest = False
-        if self._manager.step.bind() and self._headers.due(self._quorum_id, position.events):
+        if self._manager.step.bind() and self._headers.due(self._quorum_id, self.position.events):
             self._attempt(Kind.GRADIENTS, CheckedCollectives.check, computes=computes)
         return True
 

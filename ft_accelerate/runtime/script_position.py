@@ -202,8 +202,8 @@ class ScriptPosition:
     """Whether the script is within a search for a batch size."""
     leaves: int | None = None
     """The pass whose loop `Elsewhere` leaves, and may enter in its middle; None: none."""
-    _backwards: tuple[int, int] = (0, 0)
-    """An event, and the backward passes begun since."""
+    _raised: tuple[int, int] = (0, 0)
+    """An event, and the backward passes that have raised since."""
     _left_at: int = 0
     _logged_bytes: int = 0
     _unstepped: tuple[Place, int, int, int] | None = None
@@ -262,16 +262,15 @@ class ScriptPosition:
         self._logged_bytes += nbytes
         self.ops.append(result if self._logged_bytes <= MAX_LOGGED_BYTES else None)
 
-    def begin_backward(self) -> None:
-        """Gradients of a backward pass are to be averaged."""
-        self._backwards = self.events, self.backwards + 1
+    def backward_raised(self) -> None:
+        """A backward pass that was to average gradients has raised."""
+        self._raised = self.events, self.raised + 1
 
     @property
-    def backwards(self) -> int:
-        """Backward passes begun since the last event. The one under way is the last one, if any is: the others have
-        raised."""
-        event, begun = self._backwards
-        return begun if event == self.events else 0
+    def raised(self) -> int:
+        """How many have since the last event."""
+        event, count = self._raised
+        return count if event == self.events else 0
 
     def graded(self) -> None:
         """A gradient step is committed."""

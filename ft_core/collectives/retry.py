@@ -69,6 +69,7 @@ class RetryHooks:
             manager lets the member contribute zeros, and it is given the mean.)
         committed: `.grad` holds the mean.
         refused: backward ends, and `begin` or `again` has returned False.
+        raised: a backward has raised whose step is about to end, discarded (`before_forward`).
         unused_hint: what to do about parameters that backward does not reach.
     """
 
@@ -77,6 +78,7 @@ class RetryHooks:
     again: Callable[[], bool]
     committed: Callable[[], None] = _nothing
     refused: Callable[[], None] = _nothing
+    raised: Callable[[], None] = _nothing
     unused_hint: str = "pass find_unused_parameters=True"
 
 
@@ -374,6 +376,7 @@ class RetryableReducer:
                 return  # a forward inside backward
             if self._reducing and self._manager is not None:
                 self._manager.report_error(RuntimeError("a backward pass raised an error"))
+                self._hooks.raised()
                 self._hooks.vote()
             for model in _living(self._models):
                 model.forget_forward()
