@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ft_accelerate.runtime.models import Prepared
 from ft_accelerate.runtime.script_position import ScriptPosition
+from ft_core.collectives.retry import copies_of_gradients, put_gradients
 
 
 class Means:
@@ -103,11 +104,7 @@ class Means:
         for number, values in self.peers.items():
             if (model := self._prepared.models[int(number)]()) is None:
                 continue
-            for parameter, value in zip(model.trained(), values, strict=True):
-                if value is None or parameter.grad is None:
-                    parameter.grad = None if value is None else value.clone()
-                else:
-                    parameter.grad.copy_(value)  # it may share memory with a bucket
+            put_gradients(model.trained(), values)
         self.peers = {}
 
     def _copied(self) -> dict[str, list[Tensor | None]]:
@@ -118,13 +115,7 @@ class Means:
             return {}
         living = {str(n): model for n, ref in enumerate(self._prepared.models) if (model := ref())}
         over = {id(p) for each in done for group in each.param_groups for p in group["params"]}
-        found: dict[str, list[Tensor | None]] = {
-            number: [
-                None if p.grad is None or id(p) in over else p.grad.detach().clone()
-                for p in model.trained()
-            ]
-            for number, model in living.items()
-        }
+        found = {n: copies_of_gradients(model.trained(), but=over) for n, model in living.items()}
         # After a gradient step, none is what a script has that dropped them: its peer is to drop its own.
         there = any(p is not None for each in found.values() for p in each)
         return found if there or (self._position.grads and self._dropped) else {}

@@ -24,7 +24,7 @@ cases kept gradients cannot serve.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -172,7 +172,9 @@ class KeptGradients:
         """Hold the gradient of `parameter`, which is complete, and not in its bucket yet."""
         gradient = parameter.grad
         assert gradient is not None
-        if gradient.untyped_storage().data_ptr() in self._bucket_memory:
+        # After `forget_forward` a forward moves buckets, with the gradients that are in them.
+        shared = gradient.untyped_storage().data_ptr() in self._bucket_memory
+        if shared or gradient._is_view():
             gradient = gradient.clone()
         self._kept[id(parameter)] = (parameter, gradient)
 
@@ -563,3 +565,22 @@ class RetryableReducer:
 
 def _living(known: list[weakref.ref[T]]) -> list[T]:
     return [it for ref in known if (it := ref()) is not None]
+
+
+# ---------------------------------------------------------------- for a process that needs its peers'
+
+
+def copies_of_gradients(
+    parameters: Iterable[Tensor], *, but: Container[int] = ()
+) -> list[Tensor | None]:
+    """Copies of their gradients, in their order; None: there is none, or the parameter's `id` is in `but`."""
+    return [None if p.grad is None or id(p) in but else p.grad.detach().clone() for p in parameters]
+
+
+def put_gradients(parameters: Iterable[Tensor], values: Iterable[Tensor | None]) -> None:
+    """Let their gradients be copies of `values`. Raises ValueError if there are not as many."""
+    for parameter, value in zip(parameters, values, strict=True):
+        if value is None or parameter.grad is None:
+            parameter.grad = None if value is None else value.clone()
+        else:
+            parameter.grad.copy_(value)  # it may share memory with a bucket

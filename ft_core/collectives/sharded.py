@@ -282,7 +282,11 @@ class RetryableShards:
 
     def trained(self) -> list[Tensor]:
         """The parameters, in the model's order, as they are between steps. Any thread but in backward."""
-        return [p for p in self._shards() if p.requires_grad]
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def parameters(self) -> list[Tensor]:
+        """Those, and the frozen ones. As `trained`."""
+        return self._shards()
 
     def close(self) -> None:
         """Leave the parameters alone from now on: gradients stay in this group. Idempotent."""

@@ -30,11 +30,17 @@ from ft_core.errors import GroupLeft
 from ft_core.launch.ending import Sigterm
 from ft_core.replica.status import Participation
 from ft_core.step import update
+from ft_lightning.fabric.averaged_gradients import AveragedGradients
 from ft_lightning.fabric.fabric_agreements import BACKWARD, FabricAgreementsMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window
 from ft_lightning.shared.step_collectives import forget_unscaling
 
 UNFREEZE = "Set the model up with all of them trainable (and find_unused_parameters=True), and freeze them after that"
+
+LEFT_OUT = (
+    "this replica group came back between two backward passes of one optimizer step, and can't know what its "
+    "peers have averaged in the first: call fabric.backward(loss) in place of loss.backward()"
+)
 
 
 class FabricStepMixin(FabricAgreementsMixin):
@@ -80,6 +86,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         """Those of the models that are trained, in ft_core's wrapper."""
         self._frozen: Frozen = []
         self._optimizers: list[Any] = []
+        self._averaged = AveragedGradients(self._wrapped, self._optimizers)
         self.progress = Progress()
         self._starting = self._started = self._healed = self._took_over = False
         self._fed_by_loader = False
@@ -135,6 +142,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._go_to_window()
         else:
             window.start_over()
+            self._averaged.start_over()
             self._before = self._places()
         if not self._open:
             self._attempt(Where.BOUNDARY)
@@ -142,6 +150,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._before = self._places()
         self._lost = self._healed = False
         window.begin()
+        self._averaged.begin()
         self._kept = None if window.arrived else self._copies()
         for model in self._wrapped:
             model.forget_forward()
@@ -239,7 +248,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             begin=self._begin_gradients,
             vote=self._vote,
             again=self._begin_again,
-            committed=self._window.committed,
+            committed=self._committed,
             refused=self._gradients_refused,
             unused_hint="pass find_unused_parameters=True to the strategy",
         )
@@ -252,6 +261,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         it has computed. Its gradients are zeros.
         """
         window, manager = self._window, self._manager
+        if self._votes_each_step and not window.muted:
+            self._averaged.before_backward(window.place.committed)
         ready = manager is not None and self._started and self._fed_by_loader
         if ready and self._votes_each_step and not window.muted and not self._open:
             assert manager is not None
@@ -276,6 +287,8 @@ class FabricStepMixin(FabricAgreementsMixin):
                 "this replica group has healed to another place within loss.backward(), which "
                 "ends its graph: call fabric.backward(loss) in place of loss.backward()"
             )
+        if self._averaged.wanted:
+            raise RuntimeError(LEFT_OUT)
         self._compare_calls(computes=True)
         return True
 
@@ -307,6 +320,10 @@ class FabricStepMixin(FabricAgreementsMixin):
             manager.rejoin("healed within a step")
             self._break_off()
         return committed
+
+    def _committed(self) -> None:
+        self._window.committed()
+        self._averaged.committed()
 
     def _control(self) -> bytes:
         """What travels with this group's vote."""
@@ -362,6 +379,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             assert self._manager is not None
             step = partial(super().optimizer_step, optimizer, **kwargs)
             output = update(self._manager, step)
+            self._averaged.stepped(optimizer)
             return output if closure is None else result
         forget_unscaling(self.precision, optimizer)
         return result
@@ -396,6 +414,7 @@ class FabricStepMixin(FabricAgreementsMixin):
     def _break_off(self) -> None:
         """What the loop does until it asks for a batch has no effect."""
         self._window.break_off()
+        self._averaged.break_off()
         self._before = self._places()
         self._kept = self._copies()
 

@@ -31,6 +31,7 @@ from ft_core.launch.supervisor import say
 from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
 from ft_lightning.fabric.fabric_loggers import FabricLoggersMixin
+from ft_lightning.fabric.fabric_step import LEFT_OUT
 from ft_lightning.fabric.loop_position import LoaderPlace, Where, WindowPlace, follow, is_placeable
 from ft_lightning.shared.launcher import SupervisorLauncher
 from ft_lightning.shared.registration import NAME
@@ -448,6 +449,7 @@ class FTFabricMixin(FabricSavesMixin):
             **self._tensors_to_heal(),
             "window": astuple(self._window.place),
             "results": list(self._window.results),
+            "gradients": self._gradients(),
             "logs": self._logs(),
             "lead": -1 if lead is None else self.progress.places.index(lead),
             "uncounted": 0 if lead is None else lead.uncounted,
@@ -459,6 +461,12 @@ class FTFabricMixin(FabricSavesMixin):
                 for name, thing in self._registered.items()
             },
         }
+
+    def _gradients(self) -> dict[str, Any]:
+        if not self._votes_each_step:  # parameters are averaged
+            return {"known": True}
+        in_backward = self._where is Where.BATCH
+        return self._averaged.given(self._window.place.committed, in_backward=in_backward)
 
     def _tensors_to_heal(self) -> dict[str, Any]:
         return {
@@ -474,7 +482,7 @@ class FTFabricMixin(FabricSavesMixin):
             name, dtype, shape, op = state["round"]
             self._visit = (name, dtype, list(shape), op)
             return
-        if why := self._lost_place(state):
+        if why := self._lost_place(state) or ("" if state["gradients"]["known"] else LEFT_OUT):
             raise RuntimeError(why)
         self._take(state)
 
@@ -483,6 +491,8 @@ class FTFabricMixin(FabricSavesMixin):
         self._healed, self._together = True, 0
         self._window.place = WindowPlace(*state["window"])
         self._window.results = list(state["results"])
+        if self._votes_each_step:
+            self._averaged.healed(state["gradients"])
         self._take_logs(state["logs"])
         for name in ("models", "optimizers", "schedulers"):
             for mine, its in zip(getattr(self, f"_{name}"), state[name], strict=True):

@@ -245,6 +245,24 @@ def test_each_backward_that_synchronizes_is_a_step_of_its_own() -> None:
         assert all(torch.equal(mine[name], its[name]) for name in mine)
 
 
+def test_the_second_of_two_backwards_is_retried_with_what_was_there() -> None:
+    """Where forwards were forgotten before, as where a Fabric loop's batch begins, the forward between them moves
+    the bucket that holds the gradients of the first: what was kept was overwritten with zeros."""
+
+    def train(manager: ThreadManager) -> tuple[list[Tensor | None], int]:
+        member = Member(manager, 1) if manager.rank == 0 else Member(manager)
+        model = member.wrap(layers())
+        model.forget_forward()
+        for step in DATA[:2]:
+            loss_of(model, step[manager.rank]).backward()
+        return gradients(model.module), member.votes
+
+    expected = mean_gradients(layers(), [batch for step in DATA[:2] for batch in step])
+    for found, votes in ThreadQuorum(2).run(train):
+        torch.testing.assert_close(found, expected)
+        assert votes == 3
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_backward_within_a_backward_has_no_vote_of_its_own(whole: bool) -> None:
     """Reentrant checkpoints bring the first gradients in an inner backward."""
