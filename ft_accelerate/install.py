@@ -346,6 +346,7 @@ def _clip_grad_norm(
 def _zero_grad(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if runtime.position.phase is not Phase.FAST_FORWARD:
         original(self, *args, **kwargs)
+        runtime.means.zeroed()
 
 
 @while_active

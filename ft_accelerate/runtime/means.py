@@ -55,12 +55,18 @@ class Means:
         self._held, self._held_at = self._copied(), self._at
 
     def before_window(self) -> None:
-        """A batch is asked for, and no optimizer has stepped. If a script drops gradients (they are not finite, or its backward has raised, in all
-        processes) and takes no step, there is nothing left that a peer would have to take or to compute again: a
-        window begins, as after a step. But not in the middle of an accumulation, of which each process counts the
-        batches."""
-        if (self._position.pending or self._added_to) and self._dropped:
+        """A batch is asked for, and no optimizer has stepped. If a script drops gradients (they are not finite, or its
+        forward or backward has raised, in all processes), there is nothing left that a peer would have to take or to
+        compute again: a window begins, as after a step. But not in the middle of an accumulation, of which each
+        process counts the batches; nor between two batches of which a script computes one loss."""
+        position = self._position
+        if (position.pending or self._added_to or position.left_out) and self._dropped:
             self._position.step_taken()
+
+    def zeroed(self) -> None:
+        """The script has called an optimizer's `zero_grad`. One that does so behind a forward, and asks for the next
+        batch then, has caught what its loss has raised."""
+        self._position.left_out |= self._position.computed
 
     @property
     def _dropped(self) -> bool:

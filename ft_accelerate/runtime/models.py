@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -115,14 +115,18 @@ class Memory:
     ) -> Any:
         """What `compute(answers)` returns, or has returned. `answers`: for the script's past, in which its
         output stands for others. `counts`: a backward is one that synchronizes."""
-        phase = self._position.phase
-        if phase is not Phase.LIVE and self._position.remembers:
+        position = self._position
+        if position.phase is not Phase.LIVE and position.remembers:
             return self._remembered_forward(module, compute, inputs, kwargs, counts)
         self._remembered.clear()
-        if phase is not Phase.REPLAY:
-            return compute(False)
-        with _without_trace(module):
-            return compute(False)
+        trains = module.training and torch.is_grad_enabled()
+        position.computed |= trains
+        try:
+            with _without_trace(module) if position.phase is Phase.REPLAY else nullcontext():
+                return compute(False)
+        except Exception:
+            position.left_out |= trains
+            raise
 
     def _remembered_forward(
         self,

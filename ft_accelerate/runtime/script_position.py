@@ -184,6 +184,10 @@ class ScriptPosition:
     ops: list[Any] = field(default_factory=list)
     grads: int = 0
     norms: list[Any] = field(default_factory=list)
+    computed: bool = False
+    """Whether a model has begun a forward for training in the window."""
+    left_out: bool = False
+    """Whether one has raised, or the script has dropped all gradients behind it."""
     target: Target | None = None
     pending: bool = False
     begun: int = 0
@@ -250,7 +254,7 @@ class ScriptPosition:
             self._unstepped = place, len(self.ops), self.grads, len(self.norms)
 
     def _begin_window(self, window: Place) -> None:
-        self.window, self._unstepped = window, None
+        self.window, self._unstepped, self.computed, self.left_out = window, None, False, False
         self.ops, self.grads, self.norms, self.stepped, self._logged_bytes = [], 0, [], False, 0
 
     # ------------------------------------------------------------------ events

@@ -111,13 +111,53 @@ for index, (batch,) in enumerate(loader):
         pass
     optimizer.zero_grad()
 """
+# Nor does this one begin its backward.
+OUT_OF_MEMORY_IN_THE_LOSS = """
+def loss_of(output, index):
+    if index == 3 and os.environ["FT_RESTARTS"] == "0":
+        raise torch.OutOfMemoryError("no memory is left")
+    return output.mean()
+
+for index, (batch,) in enumerate(loader):
+    if leaves_out and index == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        accelerator.backward(loss_of(model(batch), index))
+        optimizer.step()
+    except torch.OutOfMemoryError:
+        pass
+    optimizer.zero_grad()
+"""
+# This one drops gradients before each batch.
+OUT_OF_MEMORY_IN_FORWARD = """
+def refuse(module, inputs):
+    if index == 3 and os.environ["FT_RESTARTS"] == "0":
+        raise torch.OutOfMemoryError("no memory is left")
+
+net.register_forward_pre_hook(refuse)
+for index, (batch,) in enumerate(loader):
+    if leaves_out and index == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    try:
+        accelerator.backward(model(batch).mean())
+    except torch.OutOfMemoryError:
+        continue
+    optimizer.step()
+"""
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
     "loop",
-    [NOT_FINITE, NOT_FINITE_AND_GATHERS, OUT_OF_MEMORY],
-    ids=["not finite", "in an operation", "out of memory"],
+    [
+        NOT_FINITE,
+        NOT_FINITE_AND_GATHERS,
+        OUT_OF_MEMORY,
+        OUT_OF_MEMORY_IN_THE_LOSS,
+        OUT_OF_MEMORY_IN_FORWARD,
+    ],
+    ids=["not finite", "in an operation", "in backward", "in the loss", "in forward"],
 )
 def test_a_process_that_dies_behind_a_batch_that_all_leave_out_comes_back(
     tmp_path: Path, loop: str
