@@ -13,7 +13,7 @@ all processes begin with headers.
 Gradients of unlike batches match, too: a script that leaves out a batch in one process alone is one
 ahead from there on. So the header of gradients, and of parameters that are averaged, has the batch. One
 gradient event in `TOGETHER_EVENTS` has a header again. All are at the same event, so none waits there for one
-that is not.
+that is not. For the same reason it has the number of the try, in a search for a batch size.
 
 A script may catch what its backward raises, and go on: a search for a batch size does, in all processes. One that
 is late for that backward meets them where they have gone on to, with no event between. Its header says that its
@@ -78,6 +78,7 @@ class Header(NamedTuple):
         whole: 1: its script has been there for all events; see `leadership.main_of`.
         raised: backward passes that have raised since the last event.
         computes: 1: a backward pass is under way, and may raise.
+        tries: sizes that the search for a batch size has tried, with this one; 0: the script has begun none.
         batch: its number in its pass over the data, of what is computed from it; `UNKNOWN` for other operations.
         nbytes, shape: of the payload, of its tensor (a hash).
     """
@@ -88,6 +89,7 @@ class Header(NamedTuple):
     whole: int = 1
     raised: int = 0
     computes: int = 0
+    tries: int = 0
     batch: int = UNKNOWN
     nbytes: int = 0
     shape: int = 0
@@ -95,15 +97,16 @@ class Header(NamedTuple):
     @classmethod
     def of(cls, position: ScriptPosition, kind: Kind, *, computes: bool) -> Header:
         """What this process is about to do at its script's `position`."""
-        whole = position.missed == 0
+        whole = int(position.missed == 0)
+        tries = position.searches[-1].tries if position.searches else 0
         batch = position.batch if kind is Kind.GRADIENTS else UNKNOWN
-        done = position.events, position.agreed, int(whole), position.raised
-        return cls(kind, *done, int(computes), batch)
+        done = position.events, position.agreed, whole, position.raised
+        return cls(kind, *done, int(computes), tries, batch)
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def place(self) -> tuple[int, int, int, int]:
         """At which all must be."""
-        return self.kind, self.event, self.batch
+        return self.kind, self.event, self.tries, self.batch
 
     @property
     def brings(self) -> tuple[int, int]:
@@ -113,15 +116,18 @@ class Header(NamedTuple):
     def is_at(self, other: Header) -> bool:
         """Whether this is `other`'s place, as far as it is known."""
         batches = {self.batch, other.batch} - {UNKNOWN}
-        return (self.kind, self.event) == (other.kind, other.event) and len(batches) < 2
+        return self.place[:-1] == other.place[:-1] and len(batches) < 2
 
     def may_follow(self, other: Header) -> bool:
-        """Whether this process comes to `other`'s place if its backward pass raises, as one of `other`'s has."""
-        return bool(self.computes) and self.event == other.event and self.raised < other.raised
+        """Whether this process comes to `other`'s place if its backward pass raises, as one of `other`'s has, or in a
+        search for a batch size its forward."""
+        raised = self.tries < other.tries or self.raised < other.raised
+        return bool(self.computes) and self.event == other.event and raised
 
     def in_words(self) -> str:
         batch = "" if self.batch == UNKNOWN else f"batch {self.batch + 1:,} of a pass, "
-        return f"{NAMES[Kind(self.kind)]} ({batch}event {self.event} of its script)"
+        size = f"try {self.tries} of a batch size, " if self.tries else ""
+        return f"{NAMES[Kind(self.kind)]} ({size}{batch}event {self.event} of its script)"
 
 
 class Diverged(RuntimeError):

@@ -73,6 +73,25 @@ with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4, enabled=T
             local.step()
 """
 
+# One alone has no memory for the first batch. Its peer does not look for another size.
+SEARCHES_ALONE = """
+from accelerate.utils import find_executable_batch_size
+
+@find_executable_batch_size(starting_batch_size=8)
+def train(size):
+    loader = accelerator.prepare(torch.utils.data.DataLoader(data, size))
+    for epoch in range(3):
+        for index, (batch,) in enumerate(loader):
+            loss = model(batch).mean()
+            if leaves_out and size == 8:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+train()
+"""
+
 # All leave out a batch. One dies in the next one.
 NOT_FINITE = """
 for index, (batch,) in enumerate(loader):
@@ -188,6 +207,17 @@ def test_a_process_that_leaves_out_a_batch_between_averages_is_found(
     assert "this replica group is at an average of parameters (batch" in said
     assert said.count("is started again") == 1
     assert len({(tmp_path / str(i)).read_text() for i in range(2 * group_size)}) == 1
+
+
+@pytest.mark.process
+def test_a_process_that_tries_another_batch_size_alone_is_found(tmp_path: Path) -> None:
+    """Its model is that of the first try, so nothing but its gradients tells where it is: they would be averaged
+    with those of the other size."""
+    said = run(SEARCHES_ALONE, tmp_path)
+    assert "(try 2 of a batch size, batch 1 of a pass, event 0 of its script), the others" in said
+    assert "at a gradient step (try 1 of a batch size, batch 1 of a pass, event 0" in said
+    assert said.count("is started again") == 1
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
 
 
 @pytest.mark.process
