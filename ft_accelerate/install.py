@@ -378,6 +378,51 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
     return None
 
 
+# ---------------------------------------------------------------------- a GradScaler of the script's own
+# It heals with what is registered for checkpointing. In the script's past there is no gradient in which it could
+# look for infinities, and what it would decide is decided: its scale stays that of the peers.
+
+NOT_REGISTERED = (
+    "this GradScaler is not registered, so a process that comes back would scale by another factor than its "
+    "peers: call accelerator.register_for_checkpointing(scaler) before the first training batch, or let "
+    'Accelerator(mixed_precision="fp16") scale'
+)
+
+
+@while_active
+def _scaler_scale(runtime: Runtime, original: Any, self: Any, outputs: Any) -> Any:
+    """`GradScaler.scale`. Raises ValueError if a process that comes back would not have this scaler's state."""
+    if self.is_enabled() and runtime.ready:
+        prepared = runtime.prepared
+        own = (accelerator.scaler for accelerator in prepared.accelerators.values())
+        if not any(self is known for known in (*own, *prepared.registered)):
+            raise ValueError(NOT_REGISTERED)
+    return original(self, outputs)
+
+
+@while_active
+def _scaler_unscale(runtime: Runtime, original: Any, self: Any, optimizer: Any) -> None:
+    """`GradScaler.unscale_`."""
+    if runtime.position.phase is not Phase.FAST_FORWARD:
+        original(self, optimizer)
+
+
+@while_active
+def _scaler_step(
+    runtime: Runtime, original: Any, self: Any, optimizer: Any, *args: Any, **kw: Any
+) -> Any:
+    """`GradScaler.step`. In the past the optimizer leaves out its step by itself, and counts it."""
+    return original(self, optimizer, *args, **kw) if runtime.live else optimizer.step(*args, **kw)
+
+
+@while_active
+def _scaler_update(runtime: Runtime, original: Any, self: Any, new_scale: Any = None) -> None:
+    """`GradScaler.update`. In the past it forgets what was unscaled."""
+    if new_scale is None and not runtime.live:
+        new_scale = self.get_scale()
+    original(self, new_scale)
+
+
 SEAMS = (
     *seams.table(
         {
@@ -447,6 +492,12 @@ SEAMS = (
                 ("DataLoaderShard.begin", ("self",)),
                 ("DataLoaderShard.end", ("self",)),
                 ("BatchSamplerShard.__iter__", ("self",), around(loaders.skip_batches)),
+            ),
+            "torch.amp.grad_scaler": (
+                ("GradScaler.scale", ("self", "outputs"), _scaler_scale),
+                ("GradScaler.unscale_", ("self", "optimizer"), _scaler_unscale),
+                ("GradScaler.step", ("self", "optimizer"), _scaler_step),
+                ("GradScaler.update", ("self", "new_scale"), _scaler_update),
             ),
             "torch.distributed": (
                 *(

@@ -108,6 +108,19 @@ def test_what_is_unfrozen_and_would_not_be_averaged_is_refused() -> None:
     optimizer.step()
 
 
+def test_a_scaler_of_the_script_s_own_that_would_not_heal_is_refused() -> None:
+    """A process that comes back would scale its gradients by another factor than its peers."""
+    mine = accelerator()
+    model = mine.prepare(torch.nn.Linear(2, 1))
+    scaler, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    loss = model(torch.ones(1, 2)).sum()
+    assert off.scale(loss) is loss
+    with pytest.raises(ValueError, match="not registered.*register_for_checkpointing\\(scaler\\)"):
+        scaler.scale(loss)
+    mine.register_for_checkpointing(scaler)
+    assert scaler.scale(loss).item() == loss.item() * scaler.get_scale()
+
+
 def test_reading_for_all_in_one_process_is_refused() -> None:
     mine = accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     with pytest.raises(ValueError, match="dispatch_batches=True has one process read for all"):
