@@ -184,8 +184,9 @@ class CheckedCollectives:
         # The processes that have done most together are right; of those the most, or the first.
         at = Counter(header.place for header in found.values())
         right = found[max(found, key=lambda i: (found[i].agreed, at[found[i].place], -i))]
-        if not all(header.is_at(right) for header in found.values()):
-            self.manager.report_error(RuntimeError(self._apart(mine, right, found.values())))
+        here = [mine, *found.values()]  # the others don't hear of one that only heals
+        if not all(header.is_at(right) for header in here):
+            self.manager.report_error(RuntimeError(self._apart(mine, right, here)))
             return None
         # A process that has just come back may bring a tensor that it made (padded, say) when it
         # did not count yet. It does not count in this operation either.

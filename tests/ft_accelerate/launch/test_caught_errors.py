@@ -165,6 +165,24 @@ for index, (batch,) in enumerate(loader):
     optimizer.step()
 """
 
+OUT_OF_MEMORY_BEFORE_AN_OPERATION = """
+def refuse(module, inputs):
+    if index == 3 and os.environ["FT_RESTARTS"] != "1":
+        raise torch.OutOfMemoryError("no memory is left")
+
+net.register_forward_pre_hook(refuse)
+for index, (batch,) in enumerate(loader):
+    optimizer.zero_grad()
+    try:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+    except torch.OutOfMemoryError:
+        pass
+    if leaves_out and index == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator.gather(batch)
+"""
+
 
 @pytest.mark.process
 @pytest.mark.parametrize(
@@ -185,6 +203,19 @@ def test_a_process_that_dies_behind_a_batch_that_all_leave_out_comes_back(
     said = run(loop, tmp_path)
     assert said.count("replica group 1 was killed by SIGKILL; it is started again") == 1
     assert "failed with exit code" not in said
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+@pytest.mark.process
+def test_one_that_comes_back_to_a_gradient_step_while_its_peer_is_in_an_operation_is_told(
+    tmp_path: Path,
+) -> None:
+    """It has memory for the batch in its second life. While it only heals the peer does not hear of its gradients,
+    which would end its process if they met an operation's rows."""
+    said = run(OUT_OF_MEMORY_BEFORE_AN_OPERATION, tmp_path)
+    assert "this replica group is at a gradient step (batch 4 of a pass" in said
+    assert said.count("replica group 1 failed with exit code 1; it is started again") == 1
+    assert "SIGABRT" not in said
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
 
 
