@@ -61,7 +61,7 @@ class Means:
         process counts the batches; nor between two batches of which a script computes one loss."""
         position = self._position
         if (position.pending or self._added_to or position.left_out) and self._dropped:
-            self._position.step_taken()
+            position.step_taken()
 
     def zeroed(self) -> None:
         """The script has called an optimizer's `zero_grad`. One that does so behind a forward, and asks for the next

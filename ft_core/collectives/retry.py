@@ -371,8 +371,9 @@ class RetryableReducer:
         return len(self._gradients)
 
     def before_forward(self) -> None:
-        """A forward begins, or an operation of the loop's own. If the last backward raised, its step ends here, discarded; what a
-        backward without a step has left (its forward was inside `no_sync`) is dropped."""
+        """A forward begins, or an operation of the loop's own. If the last backward raised, its step ends
+        here, discarded; what a backward without a step has left (its forward was inside `no_sync`) is
+        dropped."""
         if self._reducing is not None:
             if torch._C._current_graph_task_id() >= 0:
                 return  # a forward inside backward

@@ -68,11 +68,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         @wraps(inherited)
         def backward(self: Any, *args: Any, **options: Any) -> None:
             if self._before_backward():
-                try:
-                    inherited(self, *args, **options)
-                except BaseException:
-                    self._raised += 1
-                    raise
+                inherited(self, *args, **options)
             self._window.after_backward()
 
         cls.backward = backward  # type: ignore[method-assign]
@@ -250,6 +246,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             again=self._begin_again,
             committed=self._committed,
             refused=self._gradients_refused,
+            raised=self._backward_raised,
             unused_hint="pass find_unused_parameters=True to the strategy",
         )
         return RetryableReducer(hooks, self._manager)
@@ -320,6 +317,9 @@ class FabricStepMixin(FabricAgreementsMixin):
             manager.rejoin("healed within a step")
             self._break_off()
         return committed
+
+    def _backward_raised(self) -> None:
+        self._raised += 1
 
     def _committed(self) -> None:
         self._window.committed()
