@@ -127,7 +127,8 @@ FAST: dict[str, Callable[[Place], Answered]] = {
         f"codec {name}": lambda place, name=name: memory.codec(place, name)
         for name in ("int8", "int4", "fp8")
     },
-    "heal": memory.heal,
+    "heal": lambda place: memory.heal(place, same_host=False),
+    "heal on one host": lambda place: memory.heal(place, same_host=True),
 }
 """One after the other, when the others are done."""
 CHECKS = CORRECT | FAST

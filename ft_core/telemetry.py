@@ -19,7 +19,7 @@ COMMIT = "commit"  # step, participants, seconds (since the attempt began)
 DISCARD = "discard"  # step, reason, seconds
 REVOKED = "revoked"  # quorum_id, reason
 HEAL_START = "heal_start"  # step, sources
-HEAL_DONE = "heal_done"  # step, bytes, seconds, sources
+HEAL_DONE = "heal_done"  # step, bytes, same_host_bytes, seconds, sources
 KEPT = "kept"  # step (of the state with which this process begins, from the supervisor's keeper)
 VISIT = (
     "visit"  # nothing: there is no state to go on from here; this member joins again after the step

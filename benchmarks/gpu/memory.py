@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
@@ -13,7 +14,10 @@ from benchmarks.gpu.place import Member, Place
 from benchmarks.gpu.trace import recorded
 from benchmarks.gpu.training import State, coordinator, manager_of
 from ft_core.collectives.quantized import codec_named, dequantize, quantize, requantize
+from ft_core.heal import target
+from ft_core.heal.same_host import host_identity
 from ft_core.manager import Manager
+from ft_core.telemetry import HEAL_DONE, Event
 
 D2H_GB_S = 45.0
 CODEC_GB_S = 1000.0
@@ -102,26 +106,29 @@ def heal_others(member: Member) -> tuple[float, float]:
     return statistics.median(took), max(took)
 
 
-def join(member: Member, lighthouse: str) -> tuple[bool, float]:
-    """Heal, and train on. Whether the state is right, and the heal's bytes a second."""
+def join(member: Member, lighthouse: str, same_host: bool) -> tuple[bool, dict[str, float]]:
+    """Heal, and train on. Whether the state is right after one heal, and what that has cost. `same_host`: the
+    source's memory may be read; else as from another machine."""
     member.kept["state"] = state_of(member.place, -1.0)
-    manager, speeds = _manager(member, lighthouse), []
+    identity = host_identity if same_host else bytes
+    heals: list[dict[str, float]] = []
+    with mock.patch.object(target, "host_identity", identity):
+        manager = _manager(member, lighthouse)
 
-    def note(event: object) -> None:
-        kind, data = event.kind, event.data  # type: ignore[attr-defined]
-        if kind == "heal_done":
-            speeds.append(data["bytes"] / data["seconds"])
+        def note(event: Event) -> None:
+            if event.kind == HEAL_DONE:
+                heals.append({k: event.data[k] for k in ("bytes", "same_host_bytes", "seconds")})
 
-    manager.telemetry.add_sink(note)
-    together = 0
-    while together < _STEPS:
-        _step(member, manager)
-        outcome = manager.last_outcome()
-        together += outcome is not None and outcome.participants == 2
+        manager.telemetry.add_sink(note)
+        together = 0
+        while together < _STEPS:
+            _step(member, manager)
+            outcome = manager.last_outcome()
+            together += outcome is not None and outcome.participants == 2
     expected = state_of(member.place, 1.0)
     right = all(torch.equal(expected[key], value) for key, value in member.kept["state"].items())
     manager.shutdown(finished=True)
-    return right and len(speeds) == 1, sum(speeds)
+    return right and len(heals) == 1, heals[-1]
 
 
 def _manager(member: Member, lighthouse: str) -> Manager:
@@ -175,15 +182,20 @@ def _multiply(factors: torch.Tensor, times: int) -> None:
         torch.mm(factors[0], factors[1], out=product)
 
 
-def heal(place: Place) -> Answered:
+def heal(place: Place, *, same_host: bool) -> Answered:
     with coordinator(1) as lighthouse, place.crew(2, 30.0) as crew:
         crew.call(0, begin, lighthouse).result()
         others = crew.call(0, heal_others)
-        right, speed = crew.call(1, join, lighthouse).result()
+        right, cost = crew.call(1, join, lighthouse, same_host).result()
         usual, longest = others.result()
     stall = (longest - usual) / usual
+    read = cost["same_host_bytes"] / cost["bytes"]
     measured = (
-        f"{'healed' if right else 'NOT HEALED'} at {speed / 1e9:.2f} GB/s; the source's longest step "
+        f"{'healed' if right else 'NOT HEALED'} at {cost['bytes'] / cost['seconds'] / 1e9:.2f} GB/s, "
+        f"{read:.0%} of it read from the source's memory; the source's longest step "
         f"{longest * 1e3:.0f} ms, usually {usual * 1e3:.0f} ms"
     )
-    return measured, f"the source's stall at most {STALL:.0%} of a step", right and stall <= STALL
+    bar = f"the source's stall at most {STALL:.0%} of a step"
+    if same_host:
+        bar += ", all of it read from there"
+    return measured, bar, right and stall <= STALL and read == same_host

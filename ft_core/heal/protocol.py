@@ -9,7 +9,7 @@ Every large tensor is a segment of its own. The segments, one after another, are
 a chunk is a run of these bytes, and may span several segments. Both ends compute the same layout from the
 same sizes.
 
-Control messages between HealServer and fetch, version 4. PURE: bytes in, frozen values out. The bytes of
+Control messages between HealServer and fetch, version 5. PURE: bytes in, frozen values out. The bytes of
 the state take another way (`ft_core.heal.bulk`), or are read from the source's memory.
 
 Target to source, one frame (`lighthouse.wire.codec`):
@@ -21,7 +21,7 @@ Target to source, one frame (`lighthouse.wire.codec`):
 
 Source to target, one frame, for `manifest` followed by one raw frame:
 
-    manifest  step, lineage, layout digest, session, pid, [addresses]  + manifest    pid 0: no same-host path
+    manifest  step, lineage, layout digest, session, pid, [addresses], [blocks]  + manifest    pid 0: no same-host path
     valid     [indexes], [indexes]    read directly: of this version; perhaps changed since
     gone      reason                  this version is not served (any more), or not to one more reader
     refused   reason                  this reader will never be served
@@ -221,12 +221,13 @@ def lay_out(tensor_bytes: Sequence[int]) -> Layout:
 # ---------------------------------------------------------------- messages
 
 
-VERSION = 4
+VERSION = 5
 MAX_REQUEST_BYTES = 64 << 10
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_CHUNKS_A_REQUEST = 64
 MAX_RANGES = 32  # `missing` holds at most this many ranges
 SESSION_BYTES = 16
+MAX_HANDLE_BYTES = 256
 
 
 def _check(ok: bool, what: str) -> None:
@@ -276,10 +277,25 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """An allocation of a device, which may hold many segments. `address`: in the source's process. `handle`: with
+    which another process opens it."""
+
+    address: int
+    nbytes: int
+    handle: bytes
+
+    def __post_init__(self) -> None:
+        _check(0 < self.address < 2**64 and 0 < self.nbytes < 2**63, "block")
+        _check(len(self.handle) <= MAX_HANDLE_BYTES, "block")
+
+
+@dataclass(frozen=True, slots=True)
 class ManifestReply:
     """This source serves the version. The manifest itself is the second frame.
 
-    `session`: what the target presents on its bulk connection.
+    `session`: what the target presents on its bulk connection. `addresses`: of its segments, in its process
+    `pid`; `blocks`: those of devices.
     """
 
     step: int
@@ -288,10 +304,12 @@ class ManifestReply:
     session: bytes
     pid: int
     addresses: tuple[int, ...]
+    blocks: tuple[Block, ...]
 
     def __post_init__(self) -> None:
         _check(len(self.session) == SESSION_BYTES, "session")
         _check_ints(self.addresses, 1 << 20, "addresses")
+        _check(len(self.blocks) <= 1 << 16, "blocks")
 
 
 @dataclass(frozen=True, slots=True)

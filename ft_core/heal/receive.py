@@ -63,13 +63,27 @@ class Lane:
         """Put what was received into `parts` in its place."""
         if not self._staged:
             return
+        streams = []
         for device, target, slot in self._staged:
-            stream = self._streams.get(device)
-            if stream is None:
-                stream = self._streams[device] = device.new_stream()
-            stream.copy(target, slot)
-        self._events[self._next] = [stream.mark() for stream in self._streams.values()]
+            streams.append(self._stream(device))
+            streams[-1].copy(target, slot)
+        self._events[self._next] = [stream.mark() for stream in dict.fromkeys(streams)]
         self._next = (self._next + 1) % _STAGING_SLOTS
+
+    def device_place(self, extent: Extent) -> tuple[CopyDevice, DeviceStream, torch.Tensor]:
+        """Where bytes go that come from a device: this lane's stream copies them there. Raises OSError if it is
+        host memory."""
+        if extent.segment not in self._device:
+            raise OSError("its place is not on a device")
+        target = self._device[extent.segment][extent.offset : extent.offset + extent.nbytes]
+        device = device_of(target)
+        assert device is not None
+        return device, self._stream(device), target
+
+    def _stream(self, device: CopyDevice) -> DeviceStream:
+        if device not in self._streams:
+            self._streams[device] = device.new_stream()
+        return self._streams[device]
 
     def finish(self) -> None:
         """Wait until everything is in its place."""

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ft_core.heal.format import MEMORY, byte_view, packed
-from ft_core.heal.protocol import MAX_MANIFEST_BYTES, Chunk, HealError, HealKey, align
+from ft_core.heal.protocol import MAX_MANIFEST_BYTES, Block, Chunk, HealError, HealKey, align
 from ft_core.process_group.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 
 _UNIT_BYTES = 2 << 20  # of a buffer's size
@@ -224,16 +224,25 @@ class Publication:
         """Whether its devices are as far as they were to be when it was published. Any thread."""
         return all(event.query() for event in self._ready)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether all of it lies in host memory, and no device writes to that."""
-        return not self._devices
-
-    def addresses(self) -> tuple[int, ...]:
-        """The memory address of each segment in this process, 0 where it has none. Any thread; `on_host`
-        only."""
+    def lent(self) -> tuple[tuple[int, ...], tuple[Block, ...]]:
+        """What another process of this machine can read: the address of each segment in this process (0: it
+        can't), and the allocations of devices in which those lie that are on one. Nothing, while a device is not
+        as far as it was to be when this was published. Any thread."""
         with self.lock:
-            return tuple(map(_address, self._segments))
+            if not self.ready:
+                return (), ()
+            segments, on = list(self._segments), dict(self._on)
+        addresses, blocks, end = list(map(_address, segments)), list[Block](), 0
+        for segment, device in sorted(on.items(), key=lambda each: addresses[each[0]]):
+            data, address = segments[segment], addresses[segment]
+            if data is None or address < end:  # in the last block
+                continue
+            if (found := device.lend(data)) is None:
+                addresses[segment] = 0
+            else:
+                blocks.append(Block(*found))
+                end = blocks[-1].address + blocks[-1].nbytes
+        return tuple(addresses), tuple(blocks)
 
     def untouched(self, chunk: Chunk, addresses: Mapping[int, int] | Sequence[int]) -> bool:
         """Whether a read of the chunk at these addresses of its segments, which has ended by now, saw this

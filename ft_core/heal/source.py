@@ -36,8 +36,9 @@ from ft_core.heal.protocol import (
     HealKey,
     ServerStats,
 )
+from ft_core.heal.same_host import host_identity
 from ft_core.heal.snapshot import Arena, Outlet, Publication, Reading
-from ft_core.heal.transport import QUEUED_REPLIES, HealAddress, host_identity, serving_endpoint
+from ft_core.heal.transport import QUEUED_REPLIES, HealAddress, serving_endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.wire.messages import Peer
 
@@ -555,8 +556,7 @@ class HealServer:
         reader.chunks = current.layout.chunks(reader.chunk_bytes)
         reader.session = secrets.token_bytes(SESSION_BYTES)
         reader.publication, reader.key = current, current.key
-        if reader.same_host and current.on_host:
-            reader.addresses = current.addresses()
+        reader.addresses, blocks = current.lent() if reader.same_host else ((), ())
         reply = wire.ManifestReply(
             step=current.key.step,
             lineage=current.key.lineage,
@@ -564,6 +564,7 @@ class HealServer:
             session=reader.session,
             pid=os.getpid() if reader.addresses else 0,
             addresses=reader.addresses,
+            blocks=blocks,
         )
         self._send(identity, reply, current.manifest)
 

@@ -4,8 +4,8 @@ A shell around TransferPlan, which holds the policy: this file owns the sockets 
 calling thread sleeps until a message, the report of a bulk stream, the end of a connection, or the plan's
 next deadline.
 
-A source is in the plan while its memory is read directly, by its name; else each of its bulk streams is, while it is
-admitted.
+A source is in the plan while its memory is read directly, by its name; so is, or instead, each of its bulk streams
+while it is admitted. One whose memory can be read in part has one stream besides, for the rest.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ from ft_core.heal.protocol import (
     HealKey,
     HealProgress,
     HealStats,
+    Layout,
 )
 from ft_core.heal.receive import Lane, Receiver
+from ft_core.heal.same_host import SourceMemory, host_identity, listens
 from ft_core.heal.transfer_plan import PACE_AFTER_S, TransferPlan
 from ft_core.heal.transport import (
     HealAddress,
     Interrupt,
-    host_identity,
-    listens,
     longest_silence_s,
-    read_memory,
     reading_socket,
 )
 from ft_core.process_group.device_memory import synchronize
@@ -122,9 +121,8 @@ class _Link:
     failed_connects: int = 0
     session: bytes = b""  # it serves our version; empty: not (yet)
     served: bool = False  # it had a session once
-    pid: int = 0
-    addresses: tuple[int, ...] = ()  # of its segments, in its memory
-    direct: bool = False  # its memory is read
+    memory: SourceMemory | None = None  # which is read directly
+    partly: bool = False  # not all of it can be
     reading: set[int] = field(default_factory=set)  # chunks that were, and are not confirmed yet
     streams: dict[str, BulkStream] = field(default_factory=dict)  # by their names in the plan
     streams_at: float = 0.0  # when to open those that are not there
@@ -178,6 +176,7 @@ class _Fetch:
         self._streams_each = 1
         self._memory: Future[Receiver] = Future()
         self._lane: Lane | None = None  # for what this thread reads itself
+        self._lent: list[SourceMemory] = []
         self._started = time.perf_counter()
         self._plan: TransferPlan | None = None
         self._manifest: Manifest | None = None
@@ -215,6 +214,10 @@ class _Fetch:
         for stream in self._streams:
             stream.join()
         self._inbox.close()
+        if self._lane is not None:
+            self._lane.finish()
+        for memory in self._lent:
+            memory.close()
         for link in self._links:
             link.socket.disable_monitor()
             link.monitor.close(linger=0)
@@ -323,9 +326,9 @@ class _Fetch:
     def _stop_reading(self, link: _Link) -> None:
         """Read its memory no more."""
         link.reading.clear()
-        if link.direct and self._plan is not None:
+        if link.memory is not None and self._plan is not None:
             self._plan.drop_source(link.name)
-        link.direct = False
+        link.memory = None
 
     def _read_monitor(self, link: _Link) -> None:
         while True:
@@ -370,8 +373,9 @@ class _Fetch:
 
     def _wants_stream(self, link: _Link) -> bool:
         # One at first: a slow source must not hold most of the state.
-        most = self._streams_each if link.received_bytes else 1
-        return bool(link.session) and not link.direct and len(link.streams) < most
+        most = self._streams_each if link.received_bytes and link.memory is None else 1
+        wanted = link.memory is None or link.partly
+        return bool(link.session) and wanted and len(link.streams) < most
 
     def _open_streams(self, now: float) -> None:
         for link in self._links:
@@ -412,27 +416,23 @@ class _Fetch:
         missing = tuple(edge for span in ranges for edge in span)
         for link in self._links:
             chunks = wanted.get(link.name, [])
-            if link.direct and chunks:
-                self._read_directly(link, chunks, missing)
+            if link.memory is not None and chunks:
+                self._read_directly(link, link.memory, chunks, missing)
             for name, stream in link.streams.items():
                 for chunk in wanted.get(name, []):
                     stream.ask(chunk, missing)
 
-    def _read_directly(self, link: _Link, chunks: list[int], missing: tuple[int, ...]) -> None:
+    def _read_directly(
+        self, link: _Link, memory: SourceMemory, chunks: list[int], missing: tuple[int, ...]
+    ) -> None:
         """Read chunks from the source's memory, and ask whether they are valid."""
         receiver = self._receiver()
         if self._lane is None:
             self._lane = receiver.lane()
         try:
             for index in chunks:
-                extents = receiver.extents(self._chunks[index])
-                parts = self._lane.parts(extents)
-                for extent, part in zip(extents, parts, strict=True):
-                    remote = link.addresses[extent.segment]
-                    if not remote:
-                        raise OSError("that segment is not there any more")
-                    read_memory(link.pid, remote + extent.offset, part.data_ptr(), extent.nbytes)
-                self._lane.place()
+                memory.read(receiver.extents(self._chunks[index]), self._lane)
+            self._lane.finish()
             link.socket.send(
                 wire.requests.encode(wire.Confirm(tuple(chunks), missing)), zmq.NOBLOCK
             )
@@ -546,18 +546,34 @@ class _Fetch:
             return
         assert self._manifest is not None
         link.session, link.served, link.streams_at = reply.session, True, now
-        link.pid, link.addresses = reply.pid, reply.addresses
+        self._read_its_memory(link, reply, self._manifest.layout, now)
+        self._report()
+
+    def _read_its_memory(
+        self, link: _Link, reply: wire.ManifestReply, layout: Layout, now: float
+    ) -> None:
+        """Read the source's memory from now on, as far as that is possible."""
+        assert self._plan is not None
         # A source can't make this process read another one's memory: the process must be the one
         # that this connection has reached.
-        link.direct = (
-            link.pid > 0
-            and len(link.addresses) == len(self._manifest.layout.segment_bytes)
-            and bool(self._host)
-            and listens(link.pid, link.address.where)
-        )
-        if link.direct:
-            self._plan.add_source(link.name, now)
-        self._report()
+        if (
+            reply.pid <= 0
+            or len(reply.addresses) != len(layout.segment_bytes)
+            or not self._host
+            or not listens(reply.pid, link.address.where)
+        ):
+            return
+        memory = SourceMemory(reply.pid, reply.addresses, reply.blocks, layout)
+        unable = {
+            index
+            for index, chunk in enumerate(self._chunks)
+            if not memory.reaches(layout.extents(chunk))
+        }
+        if len(unable) == len(self._chunks):
+            return
+        link.memory, link.partly = memory, bool(unable)
+        self._lent.append(memory)
+        self._plan.add_source(link.name, now, of=link.name, unable=unable)
 
     def _receiver(self) -> Receiver:
         """Where bytes go: found when the first ones are about to be written. Until then this rank's

@@ -13,7 +13,8 @@ has ended, which `drop_source` says.
 
 A source is kept busy with `window` outstanding chunks, with fewer at first: a slow one that is the first to be
 ready must not hold most of the state. It takes returned chunks first, then its own
-stripe, then an orphaned one, then the far half of the largest stripe of another source.
+stripe, then an orphaned one, then the far half of the largest stripe of another source. What it is unable to
+deliver it hands back.
 
 `late` names the sources whose connections are to be ended. One that owes chunks and sends nothing for
 `stall_s` (a multiple of the usual time between two of its chunks) is stalled. One that owes its oldest
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 WINDOW = 4
@@ -57,6 +59,7 @@ _SMOOTHING = 0.2
 class _Source:
     of: str
     window: int
+    unable: Collection[int]
     lo: int = 0
     hi: int = 0
     outstanding: dict[int, float] = field(default_factory=dict)  # chunk -> when asked
@@ -132,12 +135,14 @@ class TransferPlan:
         margin = SURE_MARGIN if took_s >= SURE_AFTER * judged_s else PACE_MARGIN
         return rest_s if rest_s > margin * (deadline - now) else 0.0
 
-    def add_source(self, name: str, now: float, *, of: str = "") -> None:
+    def add_source(
+        self, name: str, now: float, *, of: str = "", unable: Collection[int] = frozenset()
+    ) -> None:
         """A source is ready to serve chunks. `of`: the process that it is a connection to, if there may be
-        several; else its name."""
+        several; else its name. `unable`: chunks that it can't deliver."""
         assert name not in self._sources
         self._began = now if self._began is None else self._began
-        self._sources[name] = _Source(of or name, self._first, last_progress=now)
+        self._sources[name] = _Source(of or name, self._first, unable, last_progress=now)
 
     def drop_source(self, name: str) -> None:
         """A source's connection has ended; the others take over what it owed. Unknown names are
@@ -211,16 +216,17 @@ class TransferPlan:
 
     def _ends(self) -> list[tuple[str, float]]:
         """(source, when it is late if nothing more comes from it)."""
-        idle = [s.latency_s for s in self._sources.values() if not s.outstanding and not s.ending]
-        quickest_s = min((each for each in idle if each is not None), default=None)
+        idle = [s for s in self._sources.values() if not s.outstanding and not s.ending]
         ends = []
         for name, source in self._sources.items():
             if source.ending or not source.outstanding:
                 continue
             at = source.last_progress + source.stall_s()
+            oldest, asked = next(iter(source.outstanding.items()))
+            latencies = [s.latency_s for s in idle if oldest not in s.unable]
+            quickest_s = min((each for each in latencies if each is not None), default=None)
             if quickest_s is not None:
-                patience_s = max(LATE_FLOOR_S, LATE_FACTOR * quickest_s)
-                at = min(at, min(source.outstanding.values()) + patience_s)
+                at = min(at, asked + max(LATE_FLOOR_S, LATE_FACTOR * quickest_s))
             ends.append((name, at))
         return ends
 
@@ -253,21 +259,24 @@ class TransferPlan:
         chunk = self._take_returned(name)
         while chunk is None:
             while source.lo < source.hi:
-                source.lo += 1
-                if not self._done[source.lo - 1]:
-                    return source.lo - 1
+                taken, source.lo = source.lo, source.lo + 1
+                if self._done[taken]:
+                    continue
+                if taken not in source.unable:
+                    return taken
+                self._returned.append(taken)
             if not self._adopt(source):
                 return None
         return chunk
 
     def _take_returned(self, name: str) -> int | None:
-        of = self._sources[name].of
+        of, unable = self._sources[name].of, self._sources[name].unable
         others = any(s.of != of and not s.ending for s in self._sources.values())
         for _ in range(len(self._returned)):
             chunk = self._returned.popleft()
             if self._done[chunk]:
                 continue
-            if others and of in self._bad.get(chunk, ()):
+            if chunk in unable or (others and of in self._bad.get(chunk, ())):
                 self._returned.append(chunk)
                 continue
             return chunk

@@ -1,32 +1,19 @@
-"""How a heal's ends reach each other: addresses, ZeroMQ sockets for control, memory of the same machine.
-And how a transfer is interrupted.
-
-Memory of the same machine is read by process_vm_readv through ctypes, as an optional fast path. It
-is taken where source and target share boot id, PID and user namespace, and where the kernel lets
-the target read (same user, no stricter ptrace policy). Everything else goes through `ft_core.heal.bulk`.
-A read within one memory cannot be corrupted on its way, so there are no checksums. But the source may
-train on while it is read: the reader reads first and asks then, and the source answers whether the memory
-still held that version when it was asked.
+"""How a heal's ends reach each other: addresses, ZeroMQ sockets for control. And how a transfer is
+interrupted.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hmac
-import ipaddress
 import os
-import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from ft_core.heal import protocol as wire
-from lighthouse.config import MOST_STRANGERS, Timeouts, split_address
+from lighthouse.config import MOST_STRANGERS, Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.own_address import bracketed
 from lighthouse.sockets import ServerLimits
@@ -127,90 +114,6 @@ def reading_socket(
     dealer.setsockopt(zmq.TCP_MAXRT, _UNCONFIRMED_MS)
     dealer.setsockopt(zmq.IPV6, 1 if "[" in address.where else 0)
     return dealer
-
-
-# ---------------------------------------------------------------- memory of the same machine
-
-
-_LISTEN = "0A"
-"""The state of a listening socket in /proc/net/tcp."""
-_ROWS_BYTES = 512
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-@cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    libc.process_vm_readv.argtypes = [
-        ctypes.c_int,
-        *(ctypes.POINTER(_IoVec), ctypes.c_ulong),
-        *(ctypes.POINTER(_IoVec), ctypes.c_ulong),
-        ctypes.c_ulong,
-    ]
-    return libc
-
-
-def host_identity() -> bytes:
-    """Equal for two processes that can address each other by PID; empty where that is unknown."""
-    if sys.platform != "linux":
-        return b""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-        spaces = [os.readlink(f"/proc/self/ns/{name}").encode() for name in ("pid", "user")]
-    except OSError:
-        return b""
-    return b"|".join([boot, *spaces])
-
-
-def read_memory(pid: int, remote: int, local: int, nbytes: int) -> None:
-    """Copy `nbytes` from address `remote` of process `pid` to `local`. Releases the GIL meanwhile.
-
-    Raises OSError: EPERM if the kernel refuses, ESRCH if the process is gone, EFAULT if the memory
-    is gone.
-    """
-    done = 0
-    while done < nbytes:
-        mine = _IoVec(local + done, nbytes - done)
-        theirs = _IoVec(remote + done, nbytes - done)
-        count = _libc().process_vm_readv(pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
-        if count <= 0:
-            code = ctypes.get_errno() if count < 0 else 14
-            raise OSError(code, os.strerror(code))
-        done += count
-
-
-def listens(pid: int, address: str) -> bool:
-    """Whether process `pid` owns the socket that listens at `address` ("tcp://IP:port") here.
-
-    False where that can't be told: in another network namespace, of another user.
-    """
-    try:
-        host, port = split_address(address)
-        ip = ipaddress.ip_address(host.partition("%")[0]).packed
-        words = [ip[i : i + 4][::-1] for i in range(0, len(ip), 4)]  # as the kernel prints them
-        local = b"".join(words).hex().upper() + f":{port:04X}"
-        table = Path("/proc/net/tcp6" if len(ip) == 16 else "/proc/net/tcp")
-        wanted = {f"socket:[{row[9]}]" for row in _listening(table) if row[1] == local}
-        held = Path(f"/proc/{pid}/fd")
-        return bool(wanted) and any(os.readlink(each) in wanted for each in held.iterdir())
-    except (OSError, ValueError, IndexError):
-        return False
-
-
-def _listening(table: Path) -> Iterator[list[str]]:
-    """Rows of the sockets that listen, which the kernel lists first. Read in small pieces, since it searches
-    all of its buckets for the others: 2 to 30 ms, while the source's peers wait."""
-    with table.open("rb", buffering=_ROWS_BYTES) as lines:
-        next(lines)
-        for line in lines:
-            row = line.decode().split()
-            if row[3] != _LISTEN:
-                return
-            yield row
 
 
 # ---------------------------------------------------------------- ending a heal

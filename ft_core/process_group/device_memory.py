@@ -44,6 +44,10 @@ class DeviceStream(Protocol):
         """Copy between the device and pinned memory, or within the device."""
         ...
 
+    def read(self, target: Tensor, address: int) -> None:
+        """Copy to the device what lies at an address of borrowed memory (`CopyDevice.borrow`)."""
+        ...
+
     def mark(self) -> DeviceEvent:
         """The end of what was queued so far."""
         ...
@@ -79,6 +83,20 @@ class CopyDevice(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until all is done that was queued in any stream."""
+        ...
+
+    def lend(self, tensor: Tensor) -> tuple[int, int, bytes] | None:
+        """(address, bytes, handle) of the allocation in which a tensor lies: with the handle another process of
+        this machine reads it. None: it can't."""
+        ...
+
+    def borrow(self, handle: bytes) -> int:
+        """The address at which streams of this device `read` the allocation that another process lends. Raises
+        OSError if it can't be reached from here."""
+        ...
+
+    def give_back(self, address: int) -> None:
+        """What was borrowed: no read from it is under way any more, and none will begin."""
         ...
 
 
@@ -126,6 +144,19 @@ class _CudaStream:
             if each.is_cuda:  # its memory has no other use before the copy's end
                 each.record_stream(self._stream)
 
+    def read(self, target: Tensor, address: int) -> None:
+        # Not torch's copy: the memory may be another GPU's, on which that would make a context.
+        _enter_context(self._stream.device)
+        _checked(
+            _driver().cuMemcpyAsync(
+                ctypes.c_uint64(target.data_ptr()),
+                ctypes.c_uint64(address),
+                ctypes.c_size_t(target.nbytes),
+                ctypes.c_void_p(self._stream.cuda_stream),
+            )
+        )
+        target.record_stream(self._stream)
+
     def mark(self) -> DeviceEvent:
         event = _CudaEvent(blocking=True)  # a thread that waits for it sleeps
         self._stream.record_event(event)
@@ -163,6 +194,59 @@ class _CudaCopies:
     def synchronize(self) -> None:
         let_others_capture()
         torch.cuda.synchronize(self._device)
+
+    def lend(self, tensor: Tensor) -> tuple[int, int, bytes] | None:
+        start, nbytes, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
+        inside = ctypes.c_uint64(tensor.data_ptr())
+        try:
+            _enter_context(self._device)
+            _checked(
+                _driver().cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(nbytes), inside)
+            )
+            _checked(_driver().cuIpcGetMemHandle(ctypes.byref(handle), start))
+        except OSError:  # memory of expandable segments or of a pool, or a machine that shares none
+            return None
+        return start.value, nbytes.value, bytes(handle)
+
+    def borrow(self, handle: bytes) -> int:
+        if len(handle) != ctypes.sizeof(_IpcHandle):
+            raise OSError("that is no handle of a GPU's memory")
+        _enter_context(self._device)
+        here, theirs = ctypes.c_uint64(), _IpcHandle.from_buffer_copy(handle)
+        _checked(_driver().cuIpcOpenMemHandle_v2(ctypes.byref(here), theirs, _PEER_ACCESS))
+        return here.value
+
+    def give_back(self, address: int) -> None:
+        _enter_context(self._device)
+        _checked(_driver().cuIpcCloseMemHandle(ctypes.c_uint64(address)))
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+_PEER_ACCESS = ctypes.c_uint(1)  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: it may lie on another GPU
+
+
+def _checked(code: int) -> None:
+    if code:
+        raise OSError(f"CUDA's driver refused a call (error {code})")
+
+
+def _enter_context(device: torch.device) -> None:
+    """Make the process's context on this device that of the calling thread, for calls of the driver."""
+    let_others_capture()
+    _checked(_driver().cuCtxSetCurrent(_primary_context(device.index)))
+
+
+@functools.cache
+def _primary_context(device: int) -> ctypes.c_void_p:
+    """Never released: it is the one that torch uses, to the process's end."""
+    context = ctypes.c_void_p()
+    _checked(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    return context
 
 
 _cuda_copies = functools.cache(_CudaCopies)

@@ -295,7 +295,12 @@ class DataPlane:
             return Fetched(effect, said, denied=denied)
         self._state, self.heal_stats = (key, tree), stats
         self._telemetry.emit(
-            HEAL_DONE, step=effect.step, bytes=stats.bytes, seconds=stats.seconds, sources=names
+            HEAL_DONE,
+            step=effect.step,
+            bytes=stats.bytes,
+            same_host_bytes=stats.same_host_bytes,
+            seconds=stats.seconds,
+            sources=names,
         )
         return Fetched(effect)
 

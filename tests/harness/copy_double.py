@@ -5,7 +5,9 @@ Its memory is that of the tensors which `place` is given. It holds what `ft_core
 - Nothing that is queued is done before its turn comes in its stream, each copy `delay_s()` late.
 - Pinned memory that a copy is to fill is garbage (`POISON`) from the moment in which it is queued: a read that
   comes too early shows. A copy reads its source when its turn comes: memory that is written again too early shows, too.
-- A copy between the device and memory that is not pinned is a fault (`faults`).
+- A copy between the device and memory that is not pinned is a fault (`faults`), as is memory that is given back
+  while it is read.
+- What it lends is read at addresses that are no process's, as in another process: `LENT` bytes from their own.
 
 `model` is the stream in which a test queues what a model would do (`run`). It is the current one of each thread.
 Where a real model computes, its threads are their own streams (`at_once`), and `model` waits as they would.
@@ -23,10 +25,12 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from ft_core.heal.format import MEMORY
 from ft_core.process_group import device_memory
 from tests.harness.waiting import PATIENCE_S
 
 POISON = 0x5A
+LENT = 1 << 60
 
 
 class CopyEvent:
@@ -77,6 +81,22 @@ class QueueStream:
 
         self.run(kernel)
 
+    def read(self, target: Tensor, address: int) -> None:
+        self._device.check(target, target)
+        self._device.count(queued=1)
+
+        def kernel() -> None:
+            time.sleep(self._device.delay_s())
+            if address < LENT or not self._device.borrowed:
+                self._device.faults.append("a read from memory that is not borrowed")
+            start = target.data_ptr()
+            MEMORY[start : start + target.nbytes] = MEMORY[
+                address - LENT : address - LENT + target.nbytes
+            ]
+            self._device.count(done=1, read=1)
+
+        self.run(kernel)
+
     def mark(self) -> CopyEvent:
         event = CopyEvent()
         self.run(event.passed.set)
@@ -107,7 +127,9 @@ class CopyDouble:
     ) -> None:
         self.delay_s = delay_s
         self.faults: list[str] = []
-        self.queued = self.done = 0  # copies
+        self.queued = self.done = self.read = 0  # copies, and those from borrowed memory
+        self.lends = self.can_borrow = True
+        self.borrowed: list[int] = []
         self._counting = threading.Lock()
         self.captures = False
         self._placed: dict[
@@ -131,10 +153,11 @@ class CopyDouble:
             if not self.holds(each) and _address(each) not in self._pinned:
                 self.faults.append("a copy between the device and memory that is not pinned")
 
-    def count(self, *, queued: int = 0, done: int = 0) -> None:
+    def count(self, *, queued: int = 0, done: int = 0, read: int = 0) -> None:
         """So many copies more. Any thread."""
         with self._counting:
             self.queued, self.done = self.queued + queued, self.done + done
+            self.read += read
 
     def current(self) -> QueueStream:
         return self.model
@@ -157,6 +180,21 @@ class CopyDouble:
     def synchronize(self) -> None:
         for stream in self._streams:
             stream.drain()
+
+    def lend(self, tensor: Tensor) -> tuple[int, int, bytes] | None:
+        if not self.lends:
+            return None
+        address = _address(tensor)
+        return address, tensor.untyped_storage().nbytes(), address.to_bytes(8, "big")
+
+    def borrow(self, handle: bytes) -> int:
+        if not self.can_borrow:
+            raise OSError("the double borrows nothing")
+        self.borrowed.append(LENT + int.from_bytes(handle, "big"))
+        return self.borrowed[-1]
+
+    def give_back(self, address: int) -> None:
+        self.borrowed.remove(address)
 
     def find(self, tensor: Tensor) -> CopyDouble | None:
         return self if self.holds(tensor) else None

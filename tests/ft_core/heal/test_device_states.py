@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.heal import HealError, HealKey, HealProgress, HealServer, fetch
+from ft_core.heal import HealError, HealKey, HealProgress, HealServer, HealStats, fetch
 from ft_core.heal.transfer_plan import PACE_AFTER_S
 from tests.ft_core.heal.support import KEY, same, soon, state
 from tests.harness.copy_double import CopyDouble
@@ -58,10 +58,23 @@ def filled(tree: dict[str, Any], device: CopyDouble, value: int) -> dict[str, An
 
 
 @pytest.mark.parametrize("copy", [False, True], ids=["live", "snapshot"])
+@pytest.mark.parametrize("same_host", [False, True], ids=["tcp", "memory"])
 def test_what_a_source_serves_comes_after_its_update(
-    make_server: MakeServer, device: CopyDouble, copy: bool
+    make_server: MakeServer, device: CopyDouble, copy: bool, same_host: bool
 ) -> None:
     """Its loop goes on at once: the device is not done with the update, and the state is published."""
+
+    def read(seed: int) -> tuple[Any, HealStats]:
+        mine = placed(device, state(8, seed)) if same_host else None
+        return fetch(
+            [server.address],
+            KEY,
+            into=mine,
+            deadline=soon(),
+            chunk_bytes=CHUNK,
+            same_host=same_host,
+        )
+
     tree, server, hold = placed(device, state(8)), make_server(), threading.Event()
     expected = filled(tree, device, 7)
     device.model.run(lambda: hold.wait(PATIENCE_S))
@@ -70,16 +83,15 @@ def test_what_a_source_serves_comes_after_its_update(
     if copy:  # "the tree may change": in the order of the stream
         update(device, tree, 9)
     with ThreadPoolExecutor(2) as pool:
-        reads = [
-            pool.submit(fetch, [server.address], KEY, deadline=soon(), chunk_bytes=CHUNK)
-            for _ in range(2)
-        ]
+        reads = [pool.submit(read, seed) for seed in (1, 2)]
         until(lambda: server.stats().opened == 2)
         hold.set()
         for read in reads:
             back, stats = read.result()
             assert same(back, expected)
             assert stats.corrupted == 0
+            assert stats.same_host_bytes == (stats.bytes if same_host else 0)
+    assert not device.borrowed
 
 
 def test_what_was_not_read_is_kept_before_the_loop_trains_on(
@@ -101,8 +113,9 @@ def test_what_was_not_read_is_kept_before_the_loop_trains_on(
 
 
 @pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("same_host", [False, True], ids=["tcp", "memory"])
 def test_training_on_in_mid_transfer(
-    make_server: MakeServer, device: CopyDouble, keeps: bool
+    make_server: MakeServer, device: CopyDouble, keeps: bool, same_host: bool
 ) -> None:
     """What is copied while the update runs is void: it is sent again, or gone, and never wrong."""
     tree, server = placed(device, state(16)), make_server()
@@ -117,13 +130,22 @@ def test_training_on_in_mid_transfer(
                 server.retire("the source trained on")
             update(device, tree, 9)
 
-    def read() -> tuple[Any, Any]:
-        return fetch([server.address], KEY, deadline=soon(), progress=train, chunk_bytes=1 << 16)
+    def read() -> tuple[Any, HealStats]:
+        return fetch(
+            [server.address],
+            KEY,
+            into=placed(device, state(16, seed=1)) if same_host else None,
+            deadline=soon(),
+            progress=train,
+            chunk_bytes=1 << 16,
+            same_host=same_host,
+        )
 
     if keeps:
         back, stats = read()
         assert same(back, expected)
         assert stats.corrupted == 0
+        assert (0 < stats.same_host_bytes < stats.bytes) == same_host  # the rest by streams
     else:
         with pytest.raises(HealError, match="the source trained on"):
             read()
@@ -135,16 +157,54 @@ def test_training_on_in_mid_transfer(
     assert same(back, filled(tree, device, 9))
 
 
-def test_a_target_receives_into_its_device(make_server: MakeServer, device: CopyDouble) -> None:
-    """Pinned memory of three chunks a connection is used again and again, while copies are late."""
+@pytest.mark.parametrize("same_host", [False, True], ids=["tcp", "memory"])
+def test_a_target_receives_into_its_device(
+    make_server: MakeServer, device: CopyDouble, same_host: bool
+) -> None:
+    """Pinned memory of three chunks a connection is used again and again, while copies are late. On the
+    source's machine what lies on its device is read there."""
     tree, mine = placed(device, state(16)), placed(device, state(16, seed=1))
     server = make_server()
     server.publish(KEY, tree, copy=False)
     device.delay_s = lambda: 0.01
-    back, _ = fetch([server.address], KEY, into=mine, deadline=soon(), chunk_bytes=1 << 19)
+    back, stats = fetch(
+        [server.address],
+        KEY,
+        into=mine,
+        deadline=soon(),
+        chunk_bytes=1 << 19,
+        same_host=same_host,
+    )
     assert device.done == device.queued > 0
+    assert (device.read > 0) == same_host
+    assert stats.same_host_bytes == (stats.bytes if same_host else 0)
+    assert not device.borrowed
     assert same(back, tree)
     assert all(back[key] is mine[key] for key in mine if key != "epoch")
+
+
+@pytest.mark.parametrize("refused", ["host", "lend", "borrow"])
+def test_what_can_not_be_read_is_sent(
+    make_server: MakeServer, device: CopyDouble, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel lets no process read another one's memory: what lies on the host comes over a connection, and
+    the device's memory is read nevertheless. Or its memory can't be lent, or not be opened."""
+    tree, mine = placed(device, state(16)), placed(device, state(16, seed=1))
+    server = make_server()
+    server.publish(KEY, tree, copy=False)
+    device.lends, device.can_borrow = refused != "lend", refused != "borrow"
+    if refused == "host":
+        monkeypatch.setattr("ft_core.heal.same_host.read_memory", _refuse)
+    back, stats = fetch([server.address], KEY, into=mine, deadline=soon(), chunk_bytes=1 << 19)
+    assert same(back, tree)
+    assert all(back[key] is mine[key] for key in mine if key != "epoch")
+    assert (device.read > 0) == (refused == "host")
+    assert stats.same_host_bytes < stats.bytes
+    assert not device.borrowed
+
+
+def _refuse(*_: int) -> None:
+    raise PermissionError("not permitted")
 
 
 def test_a_target_receives_after_what_was_queued_for_its_memory(

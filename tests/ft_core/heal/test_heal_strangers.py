@@ -11,7 +11,8 @@ import zmq
 
 from ft_core.heal import HealError, HealServer, fetch
 from ft_core.heal import protocol as wire
-from ft_core.heal.transport import HealAddress, listens, reading_socket
+from ft_core.heal.same_host import listens
+from ft_core.heal.transport import HealAddress, reading_socket
 from lighthouse.config import MOST_STRANGERS, split_address
 from tests.ft_core.heal.support import KEY, same, soon, state
 from tests.harness.strangers import crowd

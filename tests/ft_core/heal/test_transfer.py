@@ -46,8 +46,6 @@ def test_round_trip(make_server: MakeServer, same_host: bool, copy: bool, source
     assert stats.bytes == sum(stats.source_bytes.values()) >= 24 << 20
     assert stats.same_host_bytes == (stats.bytes if same_host else 0)
     assert not stats.failed_sources
-    if sources > 1 and not same_host:  # one may have copied all of it before another is opened
-        assert sum(amount > 0 for amount in stats.source_bytes.values()) > 1
 
 
 @both_paths
@@ -632,7 +630,7 @@ class TestGarbage:
             "junk": [b"junk"],
             "valid": [wire.replies.encode(wire.ValidReply((0,), (1,)))],
             "manifest": [
-                wire.replies.encode(wire.ManifestReply(1, "other", b"", bytes(16), 0, ())),
+                wire.replies.encode(wire.ManifestReply(1, "other", b"", bytes(16), 0, (), ())),
                 b"x",
             ],
         }[kind]

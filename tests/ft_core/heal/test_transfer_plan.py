@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,13 +34,17 @@ class World:
     ended: list[str] = field(default_factory=list)
     asked: dict[int, int] = field(default_factory=dict)
     delivered: dict[str, int] = field(default_factory=dict)
+    unable: dict[str, frozenset[int]] = field(default_factory=dict)
     _free_at: dict[str, float] = field(default_factory=dict)
     _events: list[tuple[float, str, int]] = field(default_factory=list)
     _resting: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.service_s:
-            self.plan.add_source(name, self.now)
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        self.plan.add_source(name, self.now, unable=self.unable.get(name, frozenset()))
 
     def run(self, until: float = 1e9) -> None:
         while not self.plan.finished and self.now < until:
@@ -49,8 +54,9 @@ class World:
                 self._resting[name] = self.now + self.rest_s
             for name in [n for n, at in self._resting.items() if at <= self.now]:
                 del self._resting[name]
-                self.plan.add_source(name, self.now)
+                self._add(name)
             for name, chunk in self.plan.next_requests(self.now):
+                assert chunk not in self.unable.get(name, ())
                 self.asked[chunk] = self.asked.get(chunk, 0) + 1
                 service_s = self.service_s[name]
                 if service_s is not None:
@@ -106,6 +112,19 @@ def test_a_source_ten_times_slower_costs_its_share_only() -> None:
     ideal = 300 / (100 + 10)
     assert world.now < 1.2 * ideal
     assert world.delivered["slow"] >= 15
+
+
+@pytest.mark.parametrize("unable", [range(290), range(299), [0, 1, 299]], ids=str)
+def test_a_source_is_not_asked_for_what_it_is_unable_to_deliver(unable: Sequence[int]) -> None:
+    """Nor is another one late with it, however quick this one is with the rest."""
+    service_s = {"quick": 1e-4, "slow": 0.2}
+    world = World(TransferPlan(300), service_s, unable={"quick": frozenset(unable)})
+    world.run()
+    assert world.plan.finished
+    assert world.delivered["slow"] >= len(unable)
+    if len(unable) > 200:  # else it holds up the end with others
+        assert not world.ended
+        assert world.now <= 0.2 * (len(unable) + 2 * WINDOW)
 
 
 def test_a_silent_source_costs_one_stall() -> None:

@@ -14,7 +14,8 @@ MESSAGES = [
     wire.Open("secret", 3, "ab", 1 << 20, 2.5, b"host"),
     wire.Confirm((1, 2), (0, 4, 6, 9)),
     wire.Done(),
-    wire.ManifestReply(3, "ab", b"x" * 16, b"s" * 16, 0, ()),
+    wire.ManifestReply(3, "ab", b"x" * 16, b"s" * 16, 0, (), ()),
+    wire.ManifestReply(3, "ab", b"x" * 16, b"s" * 16, 9, (64,), (wire.Block(32, 64, b"h"),)),
     wire.ValidReply((5, 6), (7,)),
     wire.Gone("why"),
     wire.HealRefused("why"),
@@ -77,11 +78,11 @@ def test_values_out_of_bounds(fields: list[object]) -> None:
 
 
 def test_a_session_has_its_length() -> None:
-    fields = ["manifest", 3, "ab", b"", b"short", 0, []]
+    fields = ["manifest", 3, "ab", b"", b"short", 0, [], []]
     with pytest.raises(ProtocolError):
         wire.replies.decode(msgpack.packb([wire.VERSION, *fields]))
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(ProtocolError, match="version 99, this one 4"):
+    with pytest.raises(ProtocolError, match="version 99, this one 5"):
         wire.requests.decode(msgpack.packb([99, "done"]))
