@@ -126,12 +126,13 @@ class SourceMemory:
         self._blocks = sorted(blocks, key=lambda block: block.address)
         self._starts = [block.address for block in self._blocks]
         self._borrowed: dict[tuple[CopyDevice, int], int] = {}  # where a device reads a block
-        on_host = [
-            address
-            for segment, address in enumerate(addresses)
-            if layout.segment_bytes[segment] and address and self._block(address) is None
-        ]
-        self._host_is_readable = bool(on_host) and self._can_read(on_host[0])
+        filled = [segment for segment, nbytes in enumerate(layout.segment_bytes) if nbytes]
+        lent = {segment for segment in filled if addresses[segment]}
+        on_host = [segment for segment in lent if self._block(addresses[segment]) is None]
+        if on_host and not self._can_read(addresses[min(on_host)]):
+            lent.difference_update(on_host)
+        self.out_of_reach = frozenset(filled) - lent
+        """Segments that can't be read, as far as is known without trying."""
 
     def _can_read(self, address: int) -> bool:
         byte = ctypes.c_ubyte()
@@ -147,14 +148,6 @@ class SourceMemory:
         if number < 0 or address >= self._starts[number] + self._blocks[number].nbytes:
             return None
         return number
-
-    def reaches(self, extents: Sequence[Extent]) -> bool:
-        """Whether a chunk that lies there can be read, as far as is known without trying."""
-        addresses = [self._addresses[extent.segment] for extent in extents]
-        return all(
-            address and (self._host_is_readable or self._block(address) is not None)
-            for address in addresses
-        )
 
     def read(self, extents: Sequence[Extent], lane: Lane) -> None:
         """Copy a chunk to its place; it is there when `lane.finish` returns. Raises OSError: it is refused by the

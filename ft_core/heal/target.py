@@ -566,8 +566,8 @@ class _Fetch:
         memory = SourceMemory(reply.pid, reply.addresses, reply.blocks, layout)
         unable = {
             index
-            for index, chunk in enumerate(self._chunks)
-            if not memory.reaches(layout.extents(chunk))
+            for index, chunk in enumerate(self._chunks if memory.out_of_reach else ())
+            if any(each.segment in memory.out_of_reach for each in layout.extents(chunk))
         }
         if len(unable) == len(self._chunks):
             return
