@@ -37,11 +37,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from ft_core.collectives.allreduce import average, check_devices
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
 from ft_core.heal.shardings import local_part
+from ft_core.process_group.torch_versions import fsdp_groups, fsdp_state
 from ft_core.step import ShardManager, StartedReduce, new_part
 
 _DIVIDED_AFTER = (torch.float32, torch.bfloat16)
@@ -141,6 +143,8 @@ class Shards:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+                begin = torch.compiler.disable(_forget_raised)
+                module.register_forward_pre_hook(begin, prepend=True)
         # Kept as long as the model: a weak reference to a parameter would prevent `model.to(...)`.
         self._known = weakref.WeakKeyDictionary({model: dict(model.named_parameters())})
 
@@ -187,6 +191,35 @@ def _frees(hook: Any) -> bool:
 
 def _free_nothing(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
     """In place of FSDP's hook."""
+
+
+def _forget_raised(module: nn.Module, _args: object) -> None:
+    """A forward of a root begins. What FSDP holds of one that has raised, or of a backward that has, is
+    dropped: it would reduce in another order than the other groups, or its root's gradients never again."""
+    root = fsdp_state(module)
+    if not root._is_root or torch._C._current_graph_task_id() >= 0:
+        return
+    shared, idle = root._state_ctx, TrainingState.IDLE
+    # One that several modules share may be between forwards of theirs.
+    alone = (state for state in shared.all_states if len(state._modules) == 1)
+    if not shared.post_backward_final_callback_queued and all(
+        state._training_state == idle for state in alone
+    ):
+        return
+    for state in shared.all_states:
+        for group in fsdp_groups(state):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+            group._partial_reduce_output = None
+            group._training_state = TrainingState.POST_BACKWARD  # there is nothing to reduce
+    is_last, shared.is_last_backward = shared.is_last_backward, True
+    root._root_post_backward_final_callback()
+    shared.is_last_backward, shared.iter_forward_root = is_last, None
+    for state in shared.all_states:
+        for group in fsdp_groups(state):
+            group.reshard()
 
 
 def _placed(parameter: Tensor) -> object:

@@ -8,6 +8,7 @@ sentence.
 |---|---|---|---|
 | argument of torch's DDP for buffers in forward | `broadcast_buffers` | `forward_sync_buffers` | the same |
 | a Gloo group that takes other members | no: a new one for each quorum | no | yes |
+| groups of parameters in an FSDP module | one at most (2.11) | several | several |
 | NCCL | the classic backend | the classic backend | `nccl2`, or the classic backend |
 
 CONTRIBUTING.md has the command that tests with the oldest.
@@ -64,3 +65,15 @@ def ddp_without_buffers() -> dict[str, Any]:
     """
     named = inspect.signature(parallel.DistributedDataParallel).parameters
     return {_BUFFERS_IN_FORWARD if _BUFFERS_IN_FORWARD in named else "broadcast_buffers": False}
+
+
+def fsdp_state(module: Any) -> Any:
+    """What torch's FSDP keeps of a module that it has sharded."""
+    return module._get_fsdp_state()
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The parameters of an FSDP state, by the groups in which it gathers them: up to 2.12 one at most."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    found = [state._fsdp_param_group] if several is None else several
+    return [group for group in found if group is not None]
