@@ -196,6 +196,12 @@ class GroupLeader:
             message = self._held.pop(0)
             if isinstance(message, Quorum):
                 message = self._on_quorum(message)
+            elif message.committed and self._said_no == (message.quorum_id, message.step):
+                # Per-group commit: the group is behind, also its ranks that have voted yes.
+                self._start_over()
+                why = "committed without this group"
+                self._send(range(self._size), Expelled(message.job, message.quorum_id, why))
+                return
             elif self._last_vote == (message.quorum_id, message.step):
                 self._send(range(self._size), message)
                 self._dismiss(message.job)
@@ -447,8 +453,6 @@ class GroupLeader:
         for member in quorum.changed:  # a difference that leaves this group out leaves it as it is
             if member.replica_id == group.replica_id:
                 self._healing = member.healing
-        if group.group_commit:  # each rank acts on its own yes: they have no common attempts
-            return quorum
         return replace(quorum, attempt=self._spent)
 
     # ------------------------------------------------------------------ small things

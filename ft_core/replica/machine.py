@@ -90,7 +90,7 @@ class Replica:
         self._loop_waits = False  # at its step's boundary: it uses neither the state nor the group
         self._pardoned = False  # evicted as hung in this attempt: one that only waits does not hang
         self._begun = 0  # attempts, all in all
-        self._spent_in_group = 0  # of them, by this rank or another one of its group
+        self._spent_in_group = messages.ONE_RANK  # of them, by any rank of its group
         self._left = 0  # how often
         self._heal_in_step = self._overwriting = False
         self._fetching: events.FetchState | None = None
@@ -671,9 +671,9 @@ class Replica:
         return [Transmit(self._vote)]
 
     def _cast(self, view: View, now: float) -> list[Effect]:
-        """Send the yes; under per-group commit act on it at once, unless it is the last one."""
-        effects = self._send_vote(now)
-        if self._template.group_commit and not self.leaving:
+        """Send the yes; under per-group commit act on it at once, if it is the whole group's and not the last."""
+        effects, alone = self._send_vote(now), self._spent_in_group == messages.ONE_RANK
+        if self._template.group_commit and alone and not self.leaving:
             self._advance(view)
             self._close(Outcome(view.step, True, "own vote", self._contributing, b""))
             self._unanswered, self._vote = self._vote, None

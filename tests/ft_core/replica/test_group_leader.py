@@ -12,7 +12,6 @@ from lighthouse.wire.messages import (
     GAVE_UP_PLACE,
     NO_QUORUM,
     NOT_COUNTED,
-    ONE_RANK,
     PHASE_HEALING,
     PHASE_IDLE,
     PHASE_REDUCING,
@@ -230,14 +229,6 @@ def test_what_is_held_back_is_void_when_the_group_must_join_again() -> None:
         group.join(rank)
     group.hears(quorum(3))
     assert attempts_told(group, 0) == [(3, 0)]
-
-
-def test_ranks_that_act_on_their_own_yes_have_no_common_attempts() -> None:
-    group = Group()
-    for rank in (0, 1):
-        group.says(rank, Join(JOB, "g", GROUP, 3, "a", (b"at",), group_commit=True, attempt=rank))
-    group.hears(quorum(1))
-    assert attempts_told(group, 0) == [(1, ONE_RANK)]
 
 
 def test_a_request_is_repeated_only_until_its_answer_is_there() -> None:

@@ -8,10 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from ft_core.errors import QuorumUnavailable
+from ft_core.replica.status import Attempt
 from ft_core.telemetry import HEAL_DONE, Event
 from tests.harness.cluster import Replica, lighthouse, one_of_two, rendezvous, replicas
+from tests.harness.waiting import until
 
 
 @pytest.mark.parametrize("second", [0.0, 5.0])
@@ -97,3 +100,45 @@ def test_a_store_at_the_port_of_an_earlier_one_knows_nothing_of_its_managers() -
             ]
             replicas(*[lambda m=member: m.run_to(1) for member in both])
             replicas(*[member.close for member in both])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_group_that_commits_alone_acts_on_the_vote_of_all_its_ranks(groups: int) -> None:
+    """One rank's no is the group's. Where another one acted on its own yes, the state was torn: without a peer that
+    held a whole one, the training was over."""
+    with lighthouse() as server, rendezvous(groups) as stores:
+        options: dict[str, Any] = {"commit": "group", "expected_replicas": groups}
+        members = [
+            Replica(server, name, **options, **one_of_two(rank, store, hold="shards"))
+            for name, store in zip("ab", stores, strict=False)
+            for rank in (0, 1)
+        ]
+        refuser, *others = members
+
+        def run_to(step: int) -> None:
+            replicas(*[lambda m=member: m.run_to(step) for member in members])
+
+        def has_voted(member: Replica) -> bool:
+            status = member.manager._session.control.status  # type: ignore[union-attr]
+            return status.attempt in (Attempt.VOTED, Attempt.CLOSED)
+
+        def is_back() -> bool:
+            """Else its peers may have ended when it comes to heal."""
+            job = server.status()["jobs"][0]
+            healing = [member["name"] for member in job["members"] if member["healing"]]
+            return "a" in [*job["waiting"], *healing] or groups == 1
+
+        def refuse() -> bool:
+            reduced = refuser.begin()
+            until(lambda: all(map(has_voted, others)), "the others' votes")
+            refuser.manager.report_error(RuntimeError("lost"))
+            return refuser.end(reduced)
+
+        run_to(2)
+        made = replicas(refuse, *[other.step for other in others])
+        assert made == [False, False, True, True][: len(members)]
+        until(is_back, "the group that is behind")
+        run_to(5)
+        for mine, other in zip(members[:2], members[-2:], strict=True):
+            assert torch.equal(mine.weights, other.weights)
+        replicas(*[member.close for member in members])
