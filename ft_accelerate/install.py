@@ -350,6 +350,13 @@ def _zero_grad(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs:
 
 
 @while_active
+def _zero_module(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """A script may drop gradients by its model, wrapped or not."""
+    original(self, *args, **kwargs)
+    runtime.means.zeroed()
+
+
+@while_active
 def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = None) -> Any:
     if not self.gradient_state.sync_gradients:
         return original(self, closure)
@@ -493,6 +500,7 @@ SEAMS = (
                 ("DataLoaderShard.end", ("self",)),
                 ("BatchSamplerShard.__iter__", ("self",), around(loaders.skip_batches)),
             ),
+            "torch.nn.modules.module": (("Module.zero_grad", ("self",), _zero_module),),
             "torch.amp.grad_scaler": (
                 ("GradScaler.scale", ("self", "outputs"), _scaler_scale),
                 ("GradScaler.unscale_", ("self", "optimizer"), _scaler_unscale),

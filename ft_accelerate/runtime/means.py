@@ -64,7 +64,7 @@ class Means:
             position.step_taken()
 
     def zeroed(self) -> None:
-        """The script has called an optimizer's `zero_grad`. One that does so behind a forward, and asks for the next
+        """The script has called `zero_grad` of an optimizer or a model. One that does so behind a forward, and asks for the next
         batch then, has caught what its loss has raised."""
         self._position.left_out |= self._position.computed
 

@@ -147,6 +147,9 @@ for index, (batch,) in enumerate(loader):
         pass
     optimizer.zero_grad()
 """
+OUT_OF_MEMORY_DROPPED_BY_THE_MODEL = OUT_OF_MEMORY_IN_THE_LOSS.replace(
+    "optimizer.zero", "model.zero"
+)
 # This one drops gradients before each batch.
 OUT_OF_MEMORY_IN_FORWARD = """
 def refuse(module, inputs):
@@ -192,9 +195,17 @@ for index, (batch,) in enumerate(loader):
         NOT_FINITE_AND_GATHERS,
         OUT_OF_MEMORY,
         OUT_OF_MEMORY_IN_THE_LOSS,
+        OUT_OF_MEMORY_DROPPED_BY_THE_MODEL,
         OUT_OF_MEMORY_IN_FORWARD,
     ],
-    ids=["not finite", "in an operation", "in backward", "in the loss", "in forward"],
+    ids=[
+        "not finite",
+        "in an operation",
+        "in backward",
+        "in the loss",
+        "by the model",
+        "in forward",
+    ],
 )
 def test_a_process_that_dies_behind_a_batch_that_all_leave_out_comes_back(
     tmp_path: Path, loop: str
