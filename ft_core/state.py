@@ -109,6 +109,8 @@ class State:
         self._read_in_step: set[str] = set()
         self._preallocated: list[PreallocatedState] = []
         self._served: Seen = []
+        self._serves: Session | None = None
+        """Through which members are served."""
         self._watched: Seen = []  # in the first steps, whether or not a peer reads
         self._copies = False
         """Whether peers are given copies, since the loop changes large tensors before its vote."""
@@ -208,7 +210,18 @@ class State:
             self._withhold(session, position, error)
         else:
             self._served = [] if self._copies else _seen(tree)
+        self._serves = session
         session.control.submit(Published(position))
+
+    def withdraw(self) -> bool:
+        """The loop goes on to another place without a step (past a batch that all leave out), so what members read
+        is of no use any more. Whether there is something: then the attempt must end, to serve them anew."""
+        session, self._serves = self._serves, None
+        if session is None or session.control.status.published is None:
+            return False
+        session.control.submit(Published(None))
+        self.retire(session)
+        return True
 
     def _all(self) -> dict[str, Any]:
         tree = {"user": self.save(), "batches_committed": self.batches_committed}
@@ -323,7 +336,7 @@ class State:
     def retire(self, session: Session, *, copy: bool = False) -> None:
         """The state may change from now on: stop serving it. `copy`: serve copies of what peers have
         not received."""
-        self._served = []
+        self._served, self._serves = [], None
         self.shows, self._shown = False, None
         (session.plane.freeze if copy else session.plane.retire)()
 

@@ -64,6 +64,7 @@ from lighthouse.errors import TrainingOver
 
 log = logging.getLogger("ft_accelerate")
 
+LEFT_BATCH = "a process has healed to a batch that is left out here"
 UNREACHABLE_PAUSE_S = 0.05
 EARLY_EXIT_CODE = 1
 
@@ -216,10 +217,8 @@ class Runtime:
     # ------------------------------------------------------------------ a batch is asked for
 
     def at_fetch(self, loader: Any, iteration: Iteration) -> None:
-        """Before the next batch: where windows begin, and where a process that is behind arrives.
-
-        Raises `Elsewhere` as `ScriptPosition.leap`.
-        """
+        """Before the next batch: where windows begin, and where a process that is behind arrives. Raises
+        `Elsewhere` as `ScriptPosition.leap`."""
         position = self.position
         self.comes_to_another_place()
         if self._failed:
@@ -252,7 +251,10 @@ class Runtime:
                 self._data.refuse_undivided(loader)
             if not position.stepped:
                 self.means.before_window()
-            position.open_window(iteration)
+            left = position.open_window(iteration) and not self.serve_copies
+            if left and self.manager is not None and self.manager.state.withdraw() and self._open:
+                self.manager.report_error(RuntimeError(LEFT_BATCH))
+                self._vote()
             if self._open:
                 break
             self._begin("fetch")

@@ -168,6 +168,32 @@ for index, (batch,) in enumerate(loader):
     optimizer.step()
 """
 
+# One is killed behind a batch, before which the other waits until its next life has begun: that heals twice at
+# one step.
+OUT_OF_MEMORY_BEHIND_A_HEAL = """
+import time
+
+def refuse(module, inputs):
+    if index == 3 and os.environ["FT_RESTARTS"] == "0":
+        raise torch.OutOfMemoryError("no memory is left")
+
+net.register_forward_pre_hook(refuse)
+begun = Path(sys.argv[1], "begun")
+if os.environ["FT_RESTARTS"] != "0":
+    begun.touch()
+for index, (batch,) in enumerate(loader):
+    if leaves_out and index == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    try:
+        accelerator.backward(model(batch).mean())
+    except torch.OutOfMemoryError:
+        continue
+    optimizer.step()
+    while index == 2 and accelerator.process_index == 0 and not begun.exists():
+        time.sleep(0.01)
+"""
+
 OUT_OF_MEMORY_BEFORE_AN_OPERATION = """
 def refuse(module, inputs):
     if index == 3 and os.environ["FT_RESTARTS"] != "1":
@@ -214,6 +240,17 @@ def test_a_process_that_dies_behind_a_batch_that_all_leave_out_comes_back(
     said = run(loop, tmp_path)
     assert said.count("replica group 1 was killed by SIGKILL; it is started again") == 1
     assert "failed with exit code" not in said
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+@pytest.mark.process
+def test_one_that_comes_back_before_a_batch_and_behind_it_is_where_its_peer_is(
+    tmp_path: Path,
+) -> None:
+    """Its peer leaves out the batch, maybe when it has healed there, and is found elsewhere. The next time it was given
+    the same state, though its peer had gone on: ten lives ended so, and the job with them."""
+    said = run(OUT_OF_MEMORY_BEHIND_A_HEAL, tmp_path)
+    assert said.count("replica group 1 failed with exit code 1; it is started again") <= 1
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
 
 
