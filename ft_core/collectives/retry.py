@@ -123,7 +123,8 @@ class OptionalParameters:
     Attributes:
         parameters: in the reducer's order.
         absent: whether each had no gradient when backward began.
-        counts: by how many members each was used, as the last attempt found out; None: unknown.
+        counts: how often members have used each, or had a gradient of it before, as the last attempt found
+            out; None: unknown.
         reduced: done when `counts` is valid.
     """
 
@@ -138,8 +139,8 @@ class OptionalParameters:
         self.counts = self.reduced = None
 
     def remove_unused(self) -> None:
-        """Committed. None stays None where no member has used a parameter: an optimizer tells that
-        from zero."""
+        """Committed. None stays None where no member has used a parameter, or has had a gradient: an optimizer
+        tells that from zero. A member that has just healed has none of those that a loop leaves at zero."""
         if self.counts is None or self.reduced is None or not any(self.absent):
             return
         self.reduced.wait()
@@ -423,7 +424,8 @@ class RetryableReducer:
     def reduce_used(self, model: OptionalParameters | None, counts: Tensor) -> Future[Tensor]:
         """Find out which parameters were used, and tell torch's reducer that all were."""
         if model is not None and self._reduces():
-            model.counts = counts.clone()
+            absent = torch.tensor(model.absent, device=counts.device)
+            model.counts = counts + ~absent
             model.reduced = self.allreduce(model.counts, reduce_op=ReduceOp.SUM)
             counts.fill_(1)
         return completed(counts)

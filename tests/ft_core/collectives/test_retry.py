@@ -186,6 +186,25 @@ def test_a_parameter_that_no_member_uses_keeps_no_gradient() -> None:
         torch.testing.assert_close(found, gradients(alone))
 
 
+def test_a_gradient_that_one_member_has_is_there_in_all() -> None:
+    """One that has just healed has none where a loop leaves its peers' at zero: its optimizer would pass over
+    that parameter, and theirs would decay it."""
+    start = Forked()
+
+    def train(manager: ThreadManager) -> list[Tensor | None]:
+        model = Member(manager, 0).wrap(start, find_unused_parameters=True)
+        if manager.rank == 0:
+            for branch in model.module.branches[:2]:
+                for parameter in branch.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+        model(DATA[0, manager.rank], (0,)).mean().backward()
+        return gradients(model.module)
+
+    for found in ThreadQuorum(2).run(train):
+        assert [g is None for g in found] == [False] * 4 + [True] * 2
+        assert not any(g.any() for g in found[2:4] if g is not None)
+
+
 def test_running_statistics_are_those_of_one_forward() -> None:
     """A discard undoes a forward's update; the retry, which has no forward, must not lose it."""
 
