@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,15 @@ _PATIENCE = 4
 Call = tuple[str, str, list[int], str]
 """What is called: its name, dtype, shape, and how it reduces. Plain values: it travels."""
 
+COMPARED_STEPS = 64
+"""In one step of so many a backward pass is compared, also where its quorum has seen one."""
+UNKNOWN = (-1, -1)
+"""In place of a batch that is not compared."""
 NAMES = ("backward", "all_reduce", "all_gather", "barrier", "save")
+ELSEWHERE = (
+    "this replica group is at batch {} of its pass over the data, and the others are at batch {}, so it goes on there: "
+    "leave out the same batches in all of them"
+)
 BACKWARD: Call = ("backward", "", [], "")
 
 
@@ -77,6 +86,10 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     """Committed since this process began, or came back."""
     _raised = 0
     """Backward passes that have raised since the last commit."""
+    _strays: str = ""
+    """Why this group is to leave out the batch at hand: its peers are at another one; "": they are not."""
+    _ahead = False
+    """Whether that comes before this group's."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -158,6 +171,10 @@ class FabricAgreementsMixin(StrategyBase, _Base):
 
     def _aligned(self) -> bool:
         """Whether members are at the same place of their scripts."""
+        raise NotImplementedError
+
+    def _batch(self) -> tuple[int, int]:
+        """The number of the batch at hand in its pass, and of the pass; `UNKNOWN` where members may be at unlike ones."""
         raise NotImplementedError
 
     def _in_pass(self) -> bool:
@@ -272,22 +289,32 @@ class FabricAgreementsMixin(StrategyBase, _Base):
 
         Members whose collectives do not match wait for each other, and try again for ever. If they
         have called different things, those raise RuntimeError, and leave the quorum, that have taken part in fewer
-        commits than others; all do if those with most differ among themselves. A loop may catch what
+        commits than others; all do if those with most differ among themselves. In a backward pass of another batch than
+        the most's, or the first one's, a group goes on at theirs (`_strays`). A loop may catch what
         its backward raises, in all of them: one that is late for that meets the others at their next call.
         """
         manager = self._manager
         assert manager is not None
-        mine = [NAMES.index(call[0]), _number(repr(call)), self._window.place.agreements]
-        heard = exchange_headers(manager.step, [*mine, self._together, self._raised, int(computes)])
+        batch, number = self._batch() if call is BACKWARD else UNKNOWN
+        mine = [NAMES.index(call[0]), _number(repr(call)), self._window.place.agreements, batch]
+        known = self._together, self._raised, int(computes), number
+        heard = exchange_headers(manager.step, [*mine, *known])
         if heard is None:
             return False
-        said = [header[:4] for header in heard]
+        said = [header[:5] for header in heard]
         most = max((together for *_, together in said), default=0)
-        right = {tuple(called) for *called, together in said if together == most}
+        at = Counter(tuple(called) for *called, together in said if together == most)
+        if len({called[:3] for called in at}) == 1:  # some have left out a batch
+            at = Counter(at.most_common(1)[0][:1])
+        right = set(at)
         if all(tuple(called) in right for *called, _ in said) and len(right) == 1:
             return True
-        if any(late[5] and late[4] < other[4] for late in heard for other in heard):
+        if any(late[6] and late[5] < other[5] for late in heard for other in heard):
             manager.report_error(RuntimeError("a backward pass has raised, and another one may"))
+            return False
+        if all(called[:3] == mine[:3] for called in (*heard, *map(list, right))):
+            there = next(header for header in heard if tuple(header[:4]) in right)
+            self._compare_batches(mine[3], number, there[3], there[7])
             return False
         if right == {tuple(mine)}:
             manager.report_error(RuntimeError("another replica group has called something else"))
@@ -305,6 +332,14 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             "the same collectives in the same order in all of them, and decide about them by what heals "
             "(strategy.epochs, strategy.batch_idx, what was given to strategy.register)"
         )
+
+    def _compare_batches(self, batch: int, number: int, theirs: int, their_number: int) -> None:
+        """Some members are at another batch than those that are right, who have begun `theirs`."""
+        assert self._manager is not None
+        self._manager.report_error(RuntimeError("replica groups are at unlike batches"))
+        if batch != theirs:
+            self._ahead = (number, batch) > (their_number, theirs)
+            self._strays = ELSEWHERE.format(batch, theirs)
 
     def _agreed(self, result: Tensor) -> Tensor:
         if self._in_pass():

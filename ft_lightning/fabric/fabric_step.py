@@ -15,6 +15,7 @@ begins at the forward.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -31,9 +32,16 @@ from ft_core.launch.ending import Sigterm
 from ft_core.replica.status import Participation
 from ft_core.step import update
 from ft_lightning.fabric.averaged_gradients import AveragedGradients
-from ft_lightning.fabric.fabric_agreements import BACKWARD, FabricAgreementsMixin
+from ft_lightning.fabric.fabric_agreements import (
+    BACKWARD,
+    COMPARED_STEPS,
+    UNKNOWN,
+    FabricAgreementsMixin,
+)
 from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window
 from ft_lightning.shared.step_collectives import forget_unscaling
+
+log = logging.getLogger("ft_lightning")
 
 UNFREEZE = "Set the model up with all of them trainable (and find_unused_parameters=True), and freeze them after that"
 
@@ -142,7 +150,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._before = self._places()
         if not self._open:
             self._attempt(Where.BOUNDARY)
-        self._votes = 0
+        self._votes, self._strays = 0, ""
         self._before = self._places()
         self._lost = self._healed = False
         window.begin()
@@ -232,6 +240,10 @@ class FabricStepMixin(FabricAgreementsMixin):
     def _aligned(self) -> bool:
         lead = self.progress.lead
         return self._fed_by_loader and lead is not None and lead.placeable
+
+    def _batch(self) -> tuple[int, int]:
+        lead = self.progress.lead
+        return (lead.at_hand, lead.epoch) if lead is not None and self._aligned() else UNKNOWN
 
     def _in_pass(self) -> bool:
         lead = self.progress.lead
@@ -332,7 +344,11 @@ class FabricStepMixin(FabricAgreementsMixin):
     def _begin_again(self) -> bool:
         """The step was discarded: open the next attempt; False: the kept gradients are void."""
         assert self._manager is not None
-        if not self._manager.left() and self._open_in_batch():
+        if self._strays:
+            log.warning(self._strays)
+            if self._ahead:
+                self._manager.rejoin("left out a batch")
+        elif not self._manager.left() and self._open_in_batch():
             self._compare_calls()
             return True
         self._break_off()
@@ -345,7 +361,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         assert manager is not None
         if not self._votes_each_step or self._options.commit != "quorum" or not manager.bind():
             return
-        if manager.step.part is not None and manager.step.part.quorum_id != self._compared_in:
+        part, seldom = manager.step.part, manager.current_step() % COMPARED_STEPS == 0
+        if part is not None and (seldom or part.quorum_id != self._compared_in):
             self._all_call(BACKWARD, computes=computes)
 
     def _gradients_refused(self) -> None:

@@ -189,6 +189,47 @@ def test_a_backward_pass_in_place_of_another_call_raises_in_all(two: Groups) -> 
         assert "called something else" in str(error)
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_group_that_leaves_out_a_batch_alone_is_brought_to_its_peer(
+    two: Groups, who: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gradients of its next batches were averaged with those of its peer's batches before them, up to the end of
+    the epoch, at which the peer ended with an error. The second group is brought to the first: it goes back, or
+    leaves out a batch, too."""
+    two.options["min_replicas"] = 2
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        samples = torch.arange(200.0).reshape(-1, 1) / 200
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(samples), 1))
+        read, counted = [], []
+        for number, (batch,) in enumerate(loader):
+            read.append(fabric.strategy.batch_idx)
+            if number == 10 and index == who:
+                continue
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if fabric.strategy.last_step_committed:
+                counted.append(read[-1])
+        return digest(model.state_dict()), read, counted
+
+    with caplog.at_level(logging.WARNING, "ft_lightning"):
+        first, second = two.run(body)
+    mine, theirs = (64, 65) if who == 0 else (65, 64)
+    where = f"is at batch {mine} of its pass over the data, and the others are at batch {theirs}"
+    assert where in caplog.text
+    assert first[0] == second[0]
+    left_out = [*range(10), *range(11, 65)]
+    assert first[1] == list(range(100))
+    if who == 0:
+        assert first[2] == [*left_out, *range(65, 100)]
+        assert second[1:] == (list(range(100)), [*range(64), *range(65, 100)])
+    else:
+        assert first[2] == list(range(100))
+        assert second[1:] == ([*range(66), *range(64, 100)], [*left_out, *range(64, 100)])
+
+
 class Breaks(torch.autograd.Function):
     """Its backward raises, where the weights of one layer have their gradients, and those of another do not."""
 
