@@ -234,7 +234,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
                 ask=self._in_group.from_rank_0,
             )
         elif self._over and (rows := later_rows()) is not None:
-            rows.begin(self._trainer.loggers, lambda: self.is_global_zero)
+            ranks, first = self._in_group, self.scope.group_rank == 0
+            rows.begin(self._trainer, lambda: self.is_global_zero, ranks, waits=first)
 
     def _setup_stock_environment(self) -> None:
         super().setup_environment()
@@ -621,10 +622,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._loggers.end()
         trainer = getattr(self.lightning_module, "_trainer", None)  # None: the launcher has failed
         if (rows := later_rows()) is not None:
-            well = trainer is not None and not trainer.interrupted
-            if well and rows.under_way:  # with all ranks of the leading group it is over
-                self._in_group.barrier(limited=False)
-            rows.end(waits=well and self.scope.group_rank == 0)
+            rows.end(well=trainer is not None and not trainer.interrupted)
         if trainer is not None and trainer.state.fn == "fit" and not self._met:
             passes = self._resumption is not None and self._resumption.passes_over
             if self._resumption is not None and passes:

@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
     "again": False,  # one Trainer and one model: a later fit trains them on
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
-    # "after:<fit>", "validate:<fit>" and "test:<fit>" in these, "exit": when Python shuts down
+    # "after:<fit>", "validate:<fit>" and "test:<fit>" in these, "test_end:<fit>", "exit": when Python shuts down
     "holds": [],
 }
 
@@ -95,7 +95,9 @@ class Model(LightningModule):
         self.files.at(f"test:{self.number}")
 
     def on_test_epoch_end(self) -> None:
-        self.files.append("tested", fit=self.number)
+        self.files.at(f"test_end:{self.number}")
+        if self.trainer.is_global_zero:
+            self.files.append("summaries", fit=self.number)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
@@ -104,6 +106,8 @@ class Model(LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        if batch_idx + 1 == self.trainer.num_test_batches[0]:
+            self.files.append("tested", fit=self.number)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)

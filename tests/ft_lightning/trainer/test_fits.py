@@ -452,6 +452,24 @@ def test_the_leader_dies_in_the_last_evaluation_and_the_other_is_at_its_end(tmp_
     assert done["leader"]
 
 
+def test_the_leader_dies_in_a_hook_of_an_evaluations_end(tmp_path: Path) -> None:
+    """As a `BasePredictionWriter` that writes on epoch end. The other had been through that hook, and wrote nothing
+    there: what the leader had not written was missing, and the exit code was 0."""
+    options: dict[str, Any] = {"fits": 1, "devices": 2, "tests": True}
+    with running(tmp_path, worker=WORKER, holds=["test_end:1", "life:2"], **options) as run:
+        supervisor = run.start()
+        run.until(lambda: any(run._is_held(name, "test_end:1") for name in (0, 1)), "the hook")
+        leader = 0 if run._is_held(0, "test_end:1") else 1
+        run.until(lambda: run.lines(1 - leader, "tested"), "the other to be at the end of the test")
+        os.kill(run.lines(leader, "fits")[0]["pid"], signal.SIGKILL)
+        run.until_held(1 - leader, "test_end:1")
+        run.go("test_end:1")
+        run.wait(supervisor)
+        assert "missing" not in run.output()
+    assert not run.lines(leader, "summaries")
+    assert len(run.lines(1 - leader, "summaries")) == 1
+
+
 @pytest.mark.parametrize("all_of_them", [True, False])
 def test_the_last_step_of_those_that_are_told_to_end_is_logged_once(
     tmp_path: Path, all_of_them: bool
