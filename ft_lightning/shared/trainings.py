@@ -77,9 +77,7 @@ def over(job: JobOptions) -> str:
     mine = number_of(job.room_id)
     if not board.slot().has_passed(mine):
         with _client(job) as client:
-            jobs = client.status()["jobs"]
-            rooms = [each for each in jobs if each["job_id"] == job.job_id]
-            peopled = {number_of(each["room_id"]) for each in rooms if _others(each, job.name)}
+            peopled = _peopled(client, job)
             if mine in peopled or not any(number > mine for number in peopled):
                 return ""
     return (
@@ -88,6 +86,21 @@ def over(job: JobOptions) -> str:
         "passed over if its last step was saved; else let a script train once (each with a job id of its "
         "own), or start all groups again"
     )
+
+
+def has_others(job: JobOptions) -> bool:
+    """Whether another replica group is in the training of `job.room_id`, as far as the lighthouse knows.
+
+    Raises LighthouseUnavailable after the connect timeout.
+    """
+    with _client(job) as client:
+        return number_of(job.room_id) in _peopled(client, job)
+
+
+def _peopled(client: LighthouseClient, job: JobOptions) -> set[int]:
+    """The numbers of the trainings of the job in which others are."""
+    rooms = [each for each in client.status()["jobs"] if each["job_id"] == job.job_id]
+    return {number_of(each["room_id"]) for each in rooms if _others(each, job.name)}
 
 
 def give_up(job: JobOptions) -> None:

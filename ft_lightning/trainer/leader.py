@@ -108,7 +108,7 @@ def refuse_search(trainer: Any, *, outer: bool = False) -> None:
     if "BatchSizeFinder" in kinds:
         raise ValueError(
             "a batch size is found by one process: run BatchSizeFinder (Tuner.scale_batch_size) in a Trainer "
-            "with devices=1 first, and give the size to all"
+            'with devices=1 and strategy="auto" first, and give the size to all'
         )
     if "LearningRateFinder" in kinds:
         raise ValueError(
@@ -335,6 +335,7 @@ class CheckpointMixin(_Base):
 
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """This process leads, and saves."""
+        self._keep_for_earlier(filepath)
         io, plain = self._checkpoint_writer()
         given = io, checkpoint, filepath, storage_options
         write = partial(write_whole, *given, plain=plain, still_leads=self._still_leads)
@@ -396,7 +397,7 @@ class CheckpointMixin(_Base):
             super().remove_checkpoint(filepath)
 
     def _keep_for_earlier(self, filepath: Any) -> None:
-        """A callback of this fit removes what one of an earlier fit has saved: if that fit is passed over
+        """A callback of this fit removes, or writes anew, what one of an earlier fit has saved: if that fit is passed over
         with it, or it is its best, which the script may read then, it is copied to the supervisor's folder."""
         folder, resumption = ends_folder(), self._resumption
         if not folder or resumption is None:
@@ -422,6 +423,10 @@ class CheckpointMixin(_Base):
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoints.take(checkpoint)
         return checkpoint
+
+    def forget_checkpoint(self) -> None:
+        """What was loaded last is not what the run begins with."""
+        self._checkpoints.take({})
 
 
 # ---------------------------------------------------------------- hooks that a follower has skipped

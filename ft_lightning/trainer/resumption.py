@@ -76,6 +76,7 @@ class Resumption:
         self._restarted = scope.restarts > 0
         self._known: dict[str, Any] = ask(self._read) or {}
         self._peers_are_later = lambda: bool(ask(lambda: trainings.over(job)))
+        self._peers_train = lambda: bool(ask(lambda: trainings.has_others(job)))
         self.source = ""
         """The checkpoint from which this process has begun; "": none of this job."""
         self.passes_over = False
@@ -107,15 +108,37 @@ class Resumption:
                 try:
                     if local_path(path) is None or os.path.exists(path):
                         cls.resume_start(self, path, *args, **{**kwargs, **whole})
-                        resumption._begin_from(path, step)
-                        return
+                        if resumption._may_begin_from(self._loaded_checkpoint, step):
+                            resumption._begin_from(path, step)
+                            return
                 except Exception as error:  # of a storage, or of any unpickler
                     log.warning(
                         "checkpoint %s can't be read (%s): an older one is tried", path, error
                     )
+            resumption._trainer.strategy.forget_checkpoint()
+            self._loaded_checkpoint = {}
             cls.resume_start(self, None, *args, **kwargs)
 
         return {"resume_start": resume_start}
+
+    def _may_begin_from(self, checkpoint: dict[str, Any], step: int) -> bool:
+        """Whether a checkpoint that was written at `step` is still that, and leaves something to train. Peers that
+        are behind the last step, and have not finished, may need this process for it, and it has nothing to ask
+        them for then."""
+        if checkpoint.get("global_step", step) != step:
+            return False  # a later fit has written a file of the same name
+        if self._known.get("finished") == step or not self._is_at_end(checkpoint):
+            return True
+        return not self._peers_train()
+
+    def _is_at_end(self, checkpoint: dict[str, Any]) -> bool:
+        loop, trainer = checkpoint.get("loops", {}).get("fit_loop", {}), self._trainer
+        epochs = loop.get("epoch_progress", {}).get("current", {}).get("processed", 0)
+        limits = (
+            (epochs, trainer.max_epochs),
+            (checkpoint.get("global_step", 0), trainer.max_steps),
+        )
+        return any(limit not in (None, -1) and done >= limit for done, limit in limits)
 
     def _begin_from(self, path: str, step: int) -> None:
         self.source = path

@@ -40,12 +40,14 @@ OPTIONS: dict[str, Any] = {
     "tests": False,  # the best checkpoint, after each fit
     "unlike": False,  # the groups begin with weights of their own
     "scores": [],  # of each epoch's validation: the checkpoint with the lowest is the best, and is kept
+    "save_last": False,  # in a file of one name, too
     "grows": False,  # the data: each epoch asks for loaders of more samples
     "fails": [],  # processes whose first fit fails, once, at step 3; the script calls it again
     "anew": False,  # ... with a new Trainer
     "again": False,  # one Trainer and one model: a later fit trains them on
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
+    # "dump:<fit>:<global step>": before that,
     # "after:<fit>", "validate:<fit>" and "test:<fit>" in these, "test_end:<fit>", "exit": when Python shuts down
     "holds": [],
 }
@@ -86,6 +88,9 @@ class Model(LightningModule):
     def on_train_end(self) -> None:
         self.files.append("ends", leader=self.trainer.is_global_zero)
         self.files.at(f"end:{self.number}")
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.files.at(f"dump:{self.number}:{self.global_step}")
 
     def on_validation_epoch_start(self) -> None:
         if self.trainer.state.fn == "validate":
@@ -152,6 +157,7 @@ def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Train
     periodic = "sync_every" in options["strategy"]
     callbacks: list[Callback] = [StochasticWeightAveraging(0.01, 1)] if options["averages"] else []
     callbacks += [ModelCheckpoint(monitor="score")] if options["scores"] else []
+    callbacks += [ModelCheckpoint(save_last=True)] if options["save_last"] else []
     strategy = ft_lightning.FTDiLoCoStrategy if periodic else ft_lightning.FTDDPStrategy
     trainer = Trainer(
         accelerator="cpu",

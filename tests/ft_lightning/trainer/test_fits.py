@@ -160,19 +160,27 @@ def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(
     assert bool(list(tmp_path.rglob("*.ckpt"))) == saves
 
 
-@pytest.mark.parametrize("scores", [[], [2.0, 3.0, 1.0, 4.0]])
+KEEPS: dict[str, dict[str, Any]] = {
+    "the newest": {},
+    "the best": {"scores": [2.0, 3.0, 1.0, 4.0]},
+    "the last one": {"save_last": True},
+}
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
 def test_a_fit_is_passed_over_whose_checkpoint_a_later_one_has_removed(
-    tmp_path: Path, scores: list[float]
+    tmp_path: Path, keeps: str
 ) -> None:
     """One Trainer, which trains on: its second fit keeps its newest checkpoint only (Lightning's default), or
-    its best, which it has removed then. Group 1 dies after that, in the second fit."""
-    options: dict[str, Any] = {"devices": 2, "again": True, "tests": True, "scores": scores}
+    its best, which it has removed then, or has written another last.ckpt. Group 1 dies after that, in the second
+    fit."""
+    options: dict[str, Any] = {"devices": 2, "again": True, "tests": True, **KEEPS[keeps]}
     with running(tmp_path, worker=WORKER, holds=["step:2:13"], **options) as run:
         supervisor = run.start()
         for name in (0, 1):
             run.until_held(name, "step:2:13")
-        (left,) = tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt")
-        assert left.name == "epoch=2-step=12.ckpt"
+        left = {path.name for path in tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt")}
+        assert left - {"last.ckpt"} == {"epoch=2-step=12.ckpt"}
         killed_and_asks_again(run, 1, run.lines(1, "fits")[0]["pid"])
         run.go("step:2:13")
         run.wait(supervisor)
@@ -181,6 +189,26 @@ def test_a_fit_is_passed_over_whose_checkpoint_a_later_one_has_removed(
     for line in (*mine, *theirs):
         line.pop("best")  # the file has moved
     assert theirs == [mine[0], *mine]
+
+
+def test_one_that_comes_back_when_its_peer_needs_it_to_end_the_fit(tmp_path: Path) -> None:
+    """Its peer has saved the last step, which leaves nothing to train, and is at the end of the epoch, which takes
+    both of them (`min_replicas`). The process began with that checkpoint, trained nothing and was done, and its peer
+    waited for ever."""
+    options: dict[str, Any] = {"fits": 1, "devices": 2}
+    options["strategy"] = {"timeout_s": 20, "min_replicas": 2}
+    with running(tmp_path, worker=WORKER, holds=["dump:1:8", "life:2"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "dump:1:8")
+        os.kill(run.lines(1, "trained")[0]["pid"], signal.SIGKILL)
+        run.go("dump:1:8")
+        run.until_held(1, "life:2")
+        saved = "lightning_logs/*/checkpoints/epoch=1-step=8.ckpt"
+        run.until(lambda: any(tmp_path.glob(saved)), "the last step to be saved")
+        run.go("life:2")
+        run.wait(supervisor)
+    assert [line["step"] for line in results(run, 0)] == [8]
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
