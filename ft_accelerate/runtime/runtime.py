@@ -251,10 +251,11 @@ class Runtime:
                 self._data.refuse_undivided(loader)
             if not position.stepped:
                 self.means.before_window()
-            left = position.open_window(iteration) and not self.serve_copies
-            if left and self.manager is not None and self.manager.state.withdraw() and self._open:
-                self.manager.report_error(RuntimeError(LEFT_BATCH))
-                self._vote()
+                left = position.stepped and self.manager is not None  # a batch that all leave out
+                if left and self._manager.state.withdraw() and self._open:
+                    self._manager.report_error(RuntimeError(LEFT_BATCH))
+                    self._vote()
+            position.open_window(iteration)
             if self._open:
                 break
             self._begin("fetch")

@@ -8,7 +8,7 @@ import signal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -119,6 +119,7 @@ class Connector:
     """Lightning's, which remembers what it was to load."""
 
     started: Any = "nothing"
+    _loaded_checkpoint: ClassVar[dict[str, Any]] = {}
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: Any = None) -> None:
         self.started = checkpoint_path
@@ -151,7 +152,10 @@ def fit(root: Path | str, job: str, restarts: int = 0, *, wanted: bool = True) -
         loggers=[],
         callback_metrics={},
         checkpoint_callbacks=[],
+        max_epochs=8,
+        max_steps=-1,
         fit_loop=Loop(),
+        strategy=SimpleNamespace(forget_checkpoint=lambda: None),
         _checkpoint_connector=Connector(),
     )
     scope = Scope(role=Role.MEMBER, name="0", index=0, num_groups=2, restarts=restarts)
