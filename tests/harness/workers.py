@@ -348,6 +348,8 @@ def become(request: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
+    for stream in (sys.stdout, sys.stderr):  # with PYTHONUNBUFFERED lines of two processes mix
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     sys.orig_argv = [sys.executable, *request["argv"]]
