@@ -349,7 +349,7 @@ def test_an_optimizer_that_raises_and_a_loop_that_goes_on(
     for index in raising:
         assert [line["step"] for line in run.lines(index, "raised")] == [4]
         lines = run.lines(index)
-        assert compare(steps, lines) == len(lines) > len(steps) // 2
+        assert compare(steps, lines) == len(lines) > 4  # those whom it has left do not wait
         assert lines[-1]["step"] == len(steps)
         assert len(run.lives(index)) == 1
 
