@@ -438,6 +438,7 @@ class _Fetch:
             )
             link.reading.update(chunks)
         except (OSError, zmq.Again):  # refused by the kernel, or the process is gone
+            self._lane.finish()  # no copy comes later than what is sent instead
             self._stop_reading(link)
 
     # ------------------------------------------------------------ what comes

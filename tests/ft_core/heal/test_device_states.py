@@ -203,6 +203,33 @@ def test_what_can_not_be_read_is_sent(
     assert not device.borrowed
 
 
+def test_a_copy_does_not_come_later_than_what_is_sent_in_its_place(
+    make_server: MakeServer, device: CopyDouble
+) -> None:
+    """A chunk lies in two allocations, of which the second can't be opened; the source trains on meanwhile."""
+    tree, mine = placed(device, state(16)), placed(device, state(16, seed=1))
+    expected = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tree.items()}
+    server, borrow = make_server(), device.borrow
+    server.publish(KEY, tree, copy=False)
+
+    def once(handle: bytes) -> int:
+        if device.borrowed:
+            server.freeze()
+            update(device, tree, 9)
+            raise OSError("no more")
+        return borrow(handle)
+
+    device.borrow = once  # type: ignore[method-assign]
+    device.model.drain()
+    slow = [1.0]  # the copy that was begun, and no other one
+    device.delay_s = lambda: slow.pop() if slow else 0.0
+    back, stats = fetch([server.address], KEY, into=mine, deadline=soon(), chunk_bytes=8 << 20)
+    assert device.read == 1
+    device.synchronize()
+    assert same(back, expected)
+    assert stats.same_host_bytes == 0
+
+
 def _refuse(*_: int) -> None:
     raise PermissionError("not permitted")
 
