@@ -170,26 +170,13 @@ for index, (batch,) in enumerate(loader):
 
 # One is killed behind a batch, before which the other waits until its next life has begun: that heals twice at
 # one step.
-OUT_OF_MEMORY_BEHIND_A_HEAL = """
+OUT_OF_MEMORY_BEHIND_A_HEAL = f"""
 import time
 
-def refuse(module, inputs):
-    if index == 3 and os.environ["FT_RESTARTS"] == "0":
-        raise torch.OutOfMemoryError("no memory is left")
-
-net.register_forward_pre_hook(refuse)
 begun = Path(sys.argv[1], "begun")
 if os.environ["FT_RESTARTS"] != "0":
     begun.touch()
-for index, (batch,) in enumerate(loader):
-    if leaves_out and index == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.zero_grad()
-    try:
-        accelerator.backward(model(batch).mean())
-    except torch.OutOfMemoryError:
-        continue
-    optimizer.step()
+{OUT_OF_MEMORY_IN_FORWARD.strip()}
     while index == 2 and accelerator.process_index == 0 and not begun.exists():
         time.sleep(0.01)
 """
