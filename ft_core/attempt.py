@@ -293,8 +293,9 @@ class Attempts:
         """Any thread: the step has failed, tell the others now."""
         error, since = self.step.error, self.step.bound_at
         if self._session is not None:
-            waits = since is not None and isinstance(error, ProcessGroupError)
-            self._session.fail(reason, time.monotonic() - (since or 0.0) if waits else 0.0)
+            follows = isinstance(error, ProcessGroupError)
+            waited_s = time.monotonic() - since if follows and since is not None else 0.0
+            self._session.fail(reason, waited_s, follows=follows)
 
     # ------------------------------------------------------------------ the way out
 

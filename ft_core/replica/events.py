@@ -40,10 +40,12 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """This attempt can't commit: tell the others now. `stalled`: a collective waits for a member."""
+    """This attempt can't commit: tell the others now. `stalled`: a collective waits for a member. `follows`:
+    one has failed, maybe since another member has said no, or is dead."""
 
     reason: str
     stalled: bool = False
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

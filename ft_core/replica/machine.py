@@ -154,7 +154,7 @@ class Replica:
         return []
 
     def _on_fail(self, event: events.Fail, now: float) -> list[Effect]:
-        return self._fail(event.reason, now, stalled=event.stalled)
+        return self._fail(event.reason, now, stalled=event.stalled, follows=event.follows)
 
     def _fail(self, reason: str, now: float, **said: bool) -> list[Effect]:
         if self.attempt not in (Attempt.OPEN, Attempt.BOUND):
@@ -167,7 +167,7 @@ class Replica:
     def _on_served_torn(self, event: events.ServedTorn, now: float) -> list[Effect]:
         effects = self._serve_nothing(event.reason) + self._fail(event.reason, now, torn=True)
         if self._vote is None:  # a newer quorum has failed the attempt, or there is none now
-            effects += self._vote_no(event.reason, now, phase=self._phase(), torn=True)
+            effects += self._vote_no(event.reason, now, torn=True)
         elif not (self._vote.ok or self._vote.torn):  # its no was of something else
             self._vote = replace(self._vote, torn=True)
             effects += self._send_vote(now)
@@ -342,7 +342,7 @@ class Replica:
         effects: list[Effect] = []
         if self._grace_at is not None and now >= self._grace_at:
             self._grace_at = None
-            effects += self._fail("quorum revoked", now) if self._revoked else []
+            effects += self._fail("quorum revoked", now, follows=True) if self._revoked else []
         if self._resend_at is not None and now >= self._resend_at:
             effects += self._repeat(now)
         self.status = self._seen()
@@ -403,7 +403,7 @@ class Replica:
         self._resend_at = now + self._resend_s
         effects = self._after_decision(message, now)
         if self._revoked:  # it is still the same quorum: that the next step is lost was said before
-            effects += self._vote_no("quorum revoked", now, phase=self._phase())
+            effects += self._vote_no("quorum revoked", now, follows=True)
         return effects
 
     def _after_decision(self, message: messages.Decision, now: float) -> list[Effect]:
@@ -469,9 +469,9 @@ class Replica:
             # The lighthouse takes this state for another one: a no says which it is.
             return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)
         if untold and self.healed:
-            effects += self._vote_no(untold, now, phase=self._phase(), torn=True)
+            effects += self._vote_no(untold, now, torn=True)
         if in_group and self._spent > message.attempt:  # the other ranks must hear of it
-            effects += self._vote_no("lost its step before", now, phase=self._phase())
+            effects += self._vote_no("lost its step before", now)
         return effects
 
     def _superseded(self) -> list[Effect]:
@@ -520,7 +520,7 @@ class Replica:
         if self.attempt is Attempt.BOUND:
             self._grace_at = now + self._revoke_grace_s  # its collectives may all be done
             return effects
-        return effects + self._vote_no(reason, now, phase=self._phase())
+        return effects + self._vote_no(reason, now, follows=True)
 
     def _on_expelled(self, message: messages.Expelled, now: float) -> list[Effect]:
         view = self.view
@@ -679,14 +679,14 @@ class Replica:
             self._unanswered, self._vote = self._vote, None
         return effects
 
-    def _vote_no(self, reason: str, now: float, *, phase: str, **said: bool) -> list[Effect]:
-        """Tell the others no, once; the quorum is over for this rank."""
+    def _vote_no(self, reason: str, now: float, phase: str = "", **said: bool) -> list[Effect]:
+        """Tell the others no, once; the quorum is over for this rank. `phase`: it was in, if not in this one."""
         view = self.view
         if self.stage is not Stage.MEMBER or view is None or self._vote is not None:
             return []
         leaving = self.leaving and self.attempt is Attempt.FAILED
         self._vote = self._ballot(
-            view, False, reason=reason[:500], phase=phase, leaving=leaving, **said
+            view, False, reason=reason[:500], phase=phase or self._phase(), leaving=leaving, **said
         )
         aborts = [] if self._revoked else [Abort(view.quorum_id, reason)]
         self._revoked = True

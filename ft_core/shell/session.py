@@ -298,7 +298,7 @@ class Session:
             # The next quorum does without the pair: it need not fail to connect first.
             return [
                 *([Tried(missed, ())] if missed else []),
-                Fail("a member's machine does not confirm what is sent to it"),
+                Fail("a member's machine does not confirm what is sent to it", follows=True),
             ], None
         if waited_s < patience_s:
             return [], now + LOOK_EVERY_S
@@ -310,12 +310,13 @@ class Session:
         healing = view is not None and any(m.healing for m in view.members)
         return limits.heal_timeout_s if healing else limits.timeout_s
 
-    def fail(self, reason: str, waited_s: float) -> None:
-        """The step has failed: tell the others now. `waited_s`: for how long, if it was in a collective. The
+    def fail(self, reason: str, waited_s: float, *, follows: bool) -> None:
+        """The step has failed: tell the others now. `waited_s`: for how long, if it was in a collective, and
+        `follows`: which failed, maybe since a peer's step has. The
         process group has a timeout of its own, which may pass before `_check_stall` looks: that a member
         hangs must be known all the same, or it takes part in the next attempt, too. Any thread."""
         stalled = waited_s >= self._patience_s(self.control.status)
-        self.control.submit(Fail(reason, stalled=stalled))
+        self.control.submit(Fail(reason, stalled=stalled, follows=follows))
 
     def close(self, reason: str = "shutdown") -> None:
         """Leave, and free threads, sockets, processes. Idempotent."""

@@ -165,7 +165,17 @@ class Ballot:
 
     def reason(self, committed: bool) -> str:
         """Of its decision, for people."""
+        if cause := self._cause():
+            return f"{self.names[cause]}: {self.votes[cause].reason or 'voted no'}"
         return self.revoked or ("ok" if committed else "its members suffice no more")
+
+    def _cause(self) -> str:
+        """The member of whose making this discard is, where the first no followed from another one that came
+        later. Empty: none."""
+        first = self.votes.get(self.revoker)
+        if first is None or not first.follows:
+            return ""
+        return next((r for r, vote in self.votes.items() if not vote.ok and not vote.follows), "")
 
     def commits(self, yes: Set[str], group_commit: bool) -> bool:
         """Whether the votes commit the step; `yes`: those that say yes."""
@@ -213,6 +223,8 @@ class Ballot:
     def costly(self) -> set[str]:
         """Members that cost the others this step, by a hang or by a failed heal.
 
+        A member that heals does not answer for a peer that dies or says no of its own accord, though its own
+        no, of the collective that failed with that, may come first.
         A member that gave up its state or place while it healed is not one of them: in a group of
         several ranks each rank may do so, and one that has far to go leaves so as not to hold up the
         others.
@@ -224,8 +236,10 @@ class Ballot:
         }
         healing, guilty = self.healing - gave_up, set(self.blamed())
         guilty.update(r for r in self.gone if r in healing or r in self.hung)
-        if self.revoker in healing and self.revoker in self.votes and not self.stalled:
-            guilty.add(self.revoker)
+        cause = self._cause() or self.revoker
+        if cause in healing and cause in self.votes and not self.stalled:
+            if not (self.votes[cause].follows and self.gone):
+                guilty.add(cause)
         return guilty
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ import msgpack
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.wire import messages
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest frame that is read; a full list of 16,384 replica groups of one rank fits."""
 MAX_REQUEST_BYTES = 2 * 1024 * 1024

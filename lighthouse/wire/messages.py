@@ -302,6 +302,7 @@ class Vote:
     replica group, which keeps the ranks' attempts in step. `admits`: after this step the sender can
     give its state to a newcomer; if it can't, newcomers that must heal wait for a later commit.
     `torn`: with a no: the sender's loop has changed its state while members may have healed from it.
+    `follows`: with a no: it may be of another member's making, since a collective failed here, or was stopped.
     """
 
     job: JobKey
@@ -320,6 +321,7 @@ class Vote:
     attempt: int = 0
     admits: bool = True
     torn: bool = False
+    follows: bool = False
 
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")

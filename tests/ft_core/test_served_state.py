@@ -266,19 +266,24 @@ class Reading:
         """Whether a member has read from it."""
         if not source.heals_another():
             return False
-        self._comes.set()
-        assert self._goes.wait(PATIENCE_S)
         self._goes.clear()
-        return True
+        self._comes.set()
+        until(lambda: self._goes.is_set() or not source.heals_another(), "the heal")
+        self._comes.clear()
+        return self._goes.is_set()
 
     def _read(self, sources: list[str], *args: Any, **options: Any) -> Any:
-        self.reads += 1
         if self.first is not None:
-            if self.reads > 1:
+            if self.reads:
+                self.reads += 1
                 return self._fetch(sources, *args, **options)
             sources = [self.first.manager._session.plane.source]  # type: ignore[union-attr]
-        assert self._comes.wait(PATIENCE_S)
+        interrupt = options["interrupt"]  # another heal takes its place
+        until(lambda: self._comes.is_set() or interrupt.is_set, "the source's step")
+        if interrupt.is_set:
+            raise HealError("interrupted")
         self._comes.clear()
+        self.reads += 1
         try:
             return self._fetch(sources, *args, **options)
         finally:

@@ -368,6 +368,7 @@ class JobStage:
             given.get("digest", "").encode(),
             admits=not words.flag("shut"),
             torn=words.flag("torn"),
+            follows=words.flag("follows"),
         )
 
     def _heartbeat(self, who: str, words: Words) -> Heartbeat:
@@ -451,7 +452,7 @@ class ReplicaStage:
         if name == "served_torn":
             return ServedTorn("the loop has changed it")
         if name == "fail":
-            return Fail(plain[0], stalled=words.flag("stalled"))
+            return Fail(plain[0], stalled=words.flag("stalled"), follows=words.flag("follows"))
         if name == "vote":
             return CastVote(
                 words.flag("yes"),

@@ -567,7 +567,7 @@ class Process:
             total = yield from self._collectives(computed_on)
         if replica.attempt in (Attempt.OPEN, Attempt.BOUND):
             if total is None:
-                self._tell(Fail("collective failed"))
+                self._tell(Fail("collective failed", follows=True))
             elif self.rng.random() < habits.error_rate:
                 self._tell(Fail("simulated error"))
             else:

