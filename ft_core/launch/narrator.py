@@ -37,7 +37,7 @@ class Narrator:
     | how many replica groups train, and at which lighthouse | the first member that does not heal |
     | a group is gone: it died, left, or was evicted | the same; not of deaths that the supervisor of all groups tells |
     | a group is back; if its process did not die, why the others had gone on without it | that group |
-    | a group has finished, and others go on | the same |
+    | a group has finished, and others make a step after that | the same |
     | the job goes back, since no group that is here holds its newest step | the first member that does not heal |
     | a step is discarded again and again | the first member that does not heal |
 
@@ -71,6 +71,7 @@ class Narrator:
         self._place = place
         self._deaths, self._returns, self._start, self._ends = deaths, returns, start, ends
         self._members: set[str] = set()
+        self._at_their_end: list[str] = []  # groups, since the last commit
         self._kept: int | None = None
         self._why, self._healed, self._first, self._discards = "", False, False, 0
         self._out = ""  # why the others have gone on without this group
@@ -82,6 +83,11 @@ class Narrator:
                 away_s = time.monotonic() - self._there_at
                 why = self._out and f" ({self._out})"
                 self._say(f"group {self._name} is back at {place}{after(away_s)}{why}")
+            for gone in self._at_their_end if self._first else ():
+                self._say(
+                    f"group {gone} is at the end of its script; {self._count()} go on: {UNLIKE}"
+                )
+            self._at_their_end.clear()
             self._healed, self._discards, self._out = False, 0, ""
             self._there_at = time.monotonic()
         elif event.kind == HEAL_DONE:
@@ -114,9 +120,14 @@ class Narrator:
         self._first = trained[:1] == [quorum["replica_rank"]]
         if quorum["replica_rank"] in trained:
             self._there_at = time.monotonic()  # also if it is evicted before its first commit
+        of, _, gone_why = why.partition(": ")
+        gone_of = name_of(of)
+        if self._ends and gone_why == f"left: {FINISHED}" and gone_of in before - self._members:
+            # Those that are left may be at their end, too: the next commit tells.
+            self._at_their_end.append(gone_of)
         if not self._first:
             return
-        count = f"{len(self._members)} of {self._groups} replica groups"
+        count = self._count()
         if not before and self._start:
             self._say(f"training with {count}; the lighthouse is {self._lighthouse}")
         if NOT_HELD in quorum["reason"]:
@@ -128,13 +139,12 @@ class Narrator:
             place = self._place() or f"commit {self._kept:,}"
             self._say(f"all had ended; the job goes on from the kept state of {place}")
         for gone in sorted(before - self._members):
-            of, _, reason = why.partition(": ")
-            reason = reason if name_of(of) == gone else ""
-            if reason == f"left: {FINISHED}":
-                if self._ends:
-                    self._say(f"group {gone} is at the end of its script; {count} go on: {UNLIKE}")
-            elif self._deaths or "evicted" in reason:
+            reason = gone_why if gone_of == gone else ""
+            if reason != f"left: {FINISHED}" and (self._deaths or "evicted" in reason):
                 self._say(f"group {gone} is gone ({reason or 'lost'}); {count} go on")
+
+    def _count(self) -> str:
+        return f"{len(self._members)} of {self._groups} replica groups"
 
     def _say(self, text: str) -> None:
         say(self._speaker, text)

@@ -98,13 +98,32 @@ def test_deaths_that_a_supervisor_tells_are_told_once(capsys: pytest.CaptureFixt
     assert line == f"ft_lightning: group 2 is gone ({why}); 1 of 3 replica groups go on"
 
 
-def test_one_that_is_at_its_end_while_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("first", ["0:a", "1:a"])
+def test_one_that_is_at_its_end_while_others_go_on(
+    capsys: pytest.CaptureFixture[str], first: str
+) -> None:
+    """`first`: of the members. The first one that is left tells it."""
     for ends in (False, True):
         told = Told(capsys, deaths=False, ends=ends)
-        told.quorum("0:a", "1:a", "2:a")
+        members = sorted(["0:a", "1:a", "2:a"], key=lambda member: member != first)
+        told.quorum(*members, rank=members.index("0:a"))
         told(REVOKED, quorum_id=1, reason="1: left: finished")
         line = f"ft_lightning: group 1 is at the end of its script; 2 of 3 replica groups go on: {UNLIKE}"
-        assert told.quorum("0:a", "2:a") == [line] * ends
+        assert told.quorum("0:a", "2:a") == []
+        assert told.commit() == [line] * ends
+        assert told.commit() == []
+
+
+def test_all_that_come_to_their_end_one_after_the_other_have_not_parted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Three that had trained alike ended within a moment, and a line said that they had not."""
+    told = Told(capsys, deaths=False, ends=True)
+    told.quorum("0:a", "1:a", "2:a")
+    told.commit()
+    for gone, left in (("1", ("0:a", "2:a")), ("2", ("0:a",))):
+        told(REVOKED, quorum_id=1, reason=f"{gone}: left: finished")
+        assert told.quorum(*left) == []
 
 
 def test_one_that_has_healed_says_so(capsys: pytest.CaptureFixture[str]) -> None:
