@@ -190,7 +190,7 @@ class Attempts:
             if may_show and self._card is not None:
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
         elif not in_step or status.stage is Stage.MEMBER or self._state.sharded():
-            self.enter()
+            self.enter(begins=True)
 
     def _is_new(self, view: View | None) -> bool:
         """Whether no attempt was bound to this quorum yet. Two lighthouses may give theirs one number."""
@@ -199,21 +199,27 @@ class Attempts:
             return True
         return (view.quorum_id, view.nonce) != (bound.quorum_id, bound.nonce)
 
-    def enter(self, *, before_vote: bool = False) -> None:
+    def enter(self, *, begins: bool = False, before_vote: bool = False) -> None:
         """Wait until this attempt may reduce (or has failed); serve and heal at its boundary.
 
-        `before_vote`: with an asynchronous quorum the state is loaded here. Raises as
-        `Manager.start_quorum`, and what a user's load function raises.
+        `begins`: the loop has computed nothing in it. `before_vote`: with an asynchronous quorum the
+        state is loaded here. Raises as `Manager.start_quorum`, and what a user's load function raises.
         """
         session = self.session
-        heal = before_vote or not self._options.async_quorum
         control, wait_s = session.control, self._quorum_wait_s
         deadline = None if wait_s is None else time.monotonic() + wait_s
         takes = not self._state.is_used
+
+        def heals(status: ReplicaStatus) -> bool:
+            # One that can't be committed may be lost before each vote, so that no state is ever loaded.
+            lost = status.part is not None and status.part.groups < self._options.min_replicas
+            return before_vote or not self._options.async_quorum or (begins and takes and lost)
+
         while True:
-            may = session.wait_for(lambda status: status.may_enter(heal=heal and takes), deadline)
+            may = session.wait_for(lambda s: s.may_enter(heal=takes and heals(s)), deadline)
             session.check_refused()
             status = control.status
+            heal = heals(status)
             if status.attempt is Attempt.FAILED:
                 control.submit(events.Entered())
                 return

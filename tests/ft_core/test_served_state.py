@@ -395,3 +395,34 @@ def test_a_member_that_leaves_in_such_a_step_says_so_before(
 
         replicas(train, go_on, come_late)
         assert late.healed[-1] == [0.0] and reading.reads == 2
+
+
+def test_one_whose_collectives_fail_while_too_few_contribute_heals_all_the_same() -> None:
+    """No step is made without it, and an asynchronous heal waited for a vote that came too late: its peer's no ended
+    the collectives that it was in. So it went on, attempt after attempt, with groups of several ranks."""
+    with lighthouse(all_join=True) as server:
+        options: dict[str, Any] = {"expected_replicas": 2, "min_replica_size": 2}
+        a, b = (Replica(server, name, use_async_quorum=True, **options) for name in "ab")
+        b.weights += 1
+        refused = threading.Semaphore(0)
+
+        def first() -> None:
+            while a.manager.current_step() < 3:
+                if not a.end(a.begin()):
+                    refused.release()
+            a.close()
+
+        def second() -> None:
+            lost = 0
+            while b.manager.current_step() < 3:
+                reduced = b.begin()
+                if b.manager.num_participants() < 2:
+                    lost += 1
+                    assert lost < 5, "no step is made"
+                    assert refused.acquire(timeout=PATIENCE_S), "its peer has said no"
+                    b.reduce()
+                b.end(reduced)
+            b.close()
+
+        replicas(first, second)
+        assert torch.equal(a.weights, b.weights)
