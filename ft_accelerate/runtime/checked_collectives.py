@@ -278,5 +278,6 @@ def check_alike(headers: Mapping[int, Header], what: str) -> None:
     if len({header.brings for header in headers.values()}) > 1:
         raise ValueError(
             f"{what} needs a tensor of the same shape and type from every process: use "
-            "accelerator.pad_across_processes before it"
+            "accelerator.pad_across_processes before it, and let no process decide alone (by its own "
+            "clock, say) which calls it makes"
         )
