@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -133,13 +133,24 @@ class State:
         self._offered_at: list[DeviceEvent] = []
         self._received: Versions = []
         self._shardings: list[Sharding] = []
+        self._sharded_as: dict[str, list[Sharding]] = {}
         self.sharded_models: dict[str, ShardedModel] = {}
         """Of this manager alone: another one's loop may be in a forward. By the keys of their parts."""
 
-    def register(self, key: str, load: Load, save: Save, *, in_place: bool = True) -> None:
+    def register(
+        self,
+        key: str,
+        load: Load,
+        save: Save,
+        *,
+        in_place: bool = True,
+        sharded_as: Iterable[Tensor] = (),
+    ) -> None:
         """Add or replace a part. `in_place` False: its owner also reads it during a step that
-        contributes nothing, so nothing may be received into it then."""
+        contributes nothing, so nothing may be received into it then. `sharded_as`: what a peer's part holds
+        may be sharded as these are, though here it holds nothing like that yet."""
         self._parts[key] = (load, save)
+        self._sharded_as[key] = shardings(list(sharded_as))
         if in_place:
             self._read_in_step.discard(key)
         else:
@@ -165,7 +176,7 @@ class State:
             optimizer_state.prepare()
         if dtensor_type() is not None:
             with at_rest(self.sharded_models.values()):
-                self._shardings = shardings(self._tree())
+                self._shardings = shardings([self._tree(), self._sharded_as])
 
     def parts(self) -> Iterator[tuple[str, Save]]:
         """Each part's key and save function."""

@@ -108,7 +108,14 @@ class OuterLoop:
             self.KEY, self._state.state_dict()["parameters"].values, within=COMPARED_WITHIN
         )
         # A window that is to be kept is measured from the present globals until they are loaded.
-        manager.state.register(self.KEY, self._load_healed, self._served, in_place=False)
+        # The outer optimizer's moments are made by its first update.
+        manager.state.register(
+            self.KEY,
+            self._load_healed,
+            self._served,
+            in_place=False,
+            sharded_as=outer.model.parameters(),
+        )
 
     # ------------------------------------------------------------------ for the training loop
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.ft_core.diloco.members import Trainer
 from tests.ft_core.diloco.reference import inner_optimizer, network, outer_optimizer
 from tests.harness import cluster
 from tests.harness.cluster import lighthouse, replicas
+from tests.harness.waiting import PATIENCE_S
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -184,6 +186,58 @@ def test_dtensors_travel_by_their_local_part() -> None:
             assert torch.equal(state["parameters"]["weight"], local)
             assert local.data_ptr() != module.weight.to_local().data_ptr()
             manager.shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_member_that_comes_back_heals_the_moments_of_shards() -> None:
+    """Its own outer optimizer has none yet, and its global parameters are no DTensors: each heal failed."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh, joined, found = init_device_mesh("cpu", (2,)), threading.Event(), list[int]()
+
+        def train(address: str, index: int) -> dict[str, Any]:
+            module = nn.Linear(4, 6, bias=False)
+            whole = torch.full((6, 4), float(index))
+            sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            module.weight = nn.Parameter(sharded)
+            inner = torch.optim.SGD(module.parameters(), lr=1.0)
+            outer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+            manager = thread_manager(address, index)
+
+            def step() -> None:
+                local = torch.ones(3, 4)
+                module.weight.grad = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+                inner.step()
+
+            if index:
+                assert begun.wait(PATIENCE_S)
+            with DiLoCo(manager, module, inner, outer, 1) as loop:
+                if index:
+                    found.append(manager.current_step())
+                    joined.set()
+                while not joined.is_set():
+                    step()
+                    begun.set()
+                while manager.current_step() < found[0] + 2:
+                    step()
+                state = loop.state_dict()
+            manager.shutdown()
+            return state
+
+        begun = threading.Event()
+        with lighthouse() as server:
+            address = server.address()
+            mine, theirs = replicas(lambda: train(address, 0), lambda: train(address, 1))
+        assert found[0] > 0
+        for state in (mine, theirs):
+            state["outer"] = extract_local_tensor(
+                state.pop("outer_optimizer")["state"][0]["momentum_buffer"]
+            )
+        assert torch.equal(mine["parameters"]["weight"], theirs["parameters"]["weight"])
+        assert torch.equal(mine["outer"], theirs["outer"])
     finally:
         dist.destroy_process_group()
 
