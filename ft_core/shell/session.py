@@ -311,10 +311,10 @@ class Session:
         return limits.heal_timeout_s if healing else limits.timeout_s
 
     def fail(self, reason: str, waited_s: float, *, follows: bool) -> None:
-        """The step has failed: tell the others now. `waited_s`: for how long, if it was in a collective, and
-        `follows`: which failed, maybe since a peer's step has. The
+        """The step has failed: tell the others now. `waited_s`: for how long, if it was in a collective. The
         process group has a timeout of its own, which may pass before `_check_stall` looks: that a member
-        hangs must be known all the same, or it takes part in the next attempt, too. Any thread."""
+        hangs must be known all the same, or it takes part in the next attempt, too. `follows`: see `Vote`.
+        Any thread."""
         stalled = waited_s >= self._patience_s(self.control.status)
         self.control.submit(Fail(reason, stalled=stalled, follows=follows))
 
