@@ -138,6 +138,9 @@ class StepDriver:
         self._rereads = False  # the batches of the step under way are of another share of the data
         self._lost = False  # behind, and not where it can heal: no round until the next boundary
         self._peer: dict[str, Any] | None = None  # a state that came in the middle of a batch
+        self._ahead: dict[str, Any] | None = (
+            None  # a peer's, whose hooks of this window were called
+        )
         self._at_end: list[Callable[[], None]] = []
         self._operations: list[Callable[[], None]] = []  # of the open step, in order
         self._window = 0  # batches since the open step began at a boundary
@@ -287,7 +290,10 @@ class StepDriver:
         if self._sharded:  # else the wrapper's forward does it
             self._reducer.before_forward()
         try:
+            if self._manual:  # `compute` goes past the place where the peer was
+                self._catch_up()
             output = compute(*args)
+            self._catch_up()
             if self.open and self._within:  # something was reduced after the last backward
                 self._commit()
         finally:
@@ -425,7 +431,7 @@ class StepDriver:
     def close(self) -> None:
         """The fit is over."""
         self._operations.clear()
-        self._peer, self.open = None, False
+        self._peer, self._ahead, self.open = None, None, False
         for call in self._at_end:
             call()
 
@@ -493,7 +499,8 @@ class StepDriver:
         gradients = (self._earlier or self._gradients()) if self._manual else None
         data = self._batches.states(None if self._window else self._trainer)
         origin = astuple(self._batches.origin)
-        return {**state, "data": data, "origin": origin, "gradients": gradients}
+        rest = {"data": data, "origin": origin, "gradients": gradients, "window": self._window}
+        return {**state, **rest}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a peer's state, or note what the peer is doing instead."""
@@ -510,7 +517,15 @@ class StepDriver:
 
     def _restore(self, state: dict[str, Any]) -> None:
         healing.restore(self._trainer, state, self._batches, self._hooks)
+        self._ahead = state if state["window"] else None
         self._put_gradients(state["gradients"])
+
+    def _catch_up(self) -> None:
+        """In the batch of the window that the peer was computing when it gave its state: the hooks have been called
+        here, too, and would count twice."""
+        if self._ahead is not None and self._window >= self._ahead["window"]:
+            state, self._ahead = self._ahead, None
+            healing.put_back_hooks(self._trainer, state)
 
     def _parameters(self) -> list[nn.Parameter]:
         return list(self._trainer.lightning_module.parameters())

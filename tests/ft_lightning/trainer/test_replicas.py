@@ -211,6 +211,25 @@ def test_accumulation_repeats_discarded_windows_and_heals_at_a_window(
     assert healed[0]["step"] > 8
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_callbacks_count_each_batch_once_where_a_peer_waits_within_a_step(
+    tmp_path: Path, lighthouse: str, accumulate: int
+) -> None:
+    """It gives its state when its callbacks have heard of the step's batches, and the group that comes back computes
+    those from the step's first one on."""
+    options: dict[str, Any] = {"accumulate": accumulate, "dies": {"4": 1}}
+    options["strategy_options"] = {"min_replicas": 2}
+    with running(tmp_path, lighthouse, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        run.wait(zero, run.start(1))
+    lines = [run.lines(i) for i in (0, 1)]
+    compare(*lines)
+    heard = [{line["step"]: line["heard"] for line in each} for each in lines]
+    assert heard[0] == heard[1]
+    assert heard[0][max(heard[0])] == [2 * BATCHES, 2 * BATCHES]
+
+
 def test_sigterm_leaves_without_a_discard(tmp_path: Path, lighthouse: str) -> None:
     events = tmp_path / "events.jsonl"
     with running(tmp_path, lighthouse, holds=["step:6"], max_epochs=3) as run:

@@ -186,13 +186,15 @@ class Recorder(Callback):
         self.steps = 0
         self.last_step = 0
         self.started: list[tuple[int, int]] = []
+        self.heard = [0, 0]  # batches that have begun, and that have ended
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": self.average, "steps": self.steps, "last_step": self.last_step}
+        kept = {"average": self.average, "steps": self.steps, "last_step": self.last_step}
+        return {**kept, "heard": list(self.heard)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.average, self.steps = state["average"], state["steps"]
-        self.last_step = state["last_step"]
+        self.last_step, self.heard = state["last_step"], list(state["heard"])
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.files.ready()
@@ -213,10 +215,12 @@ class Recorder(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.started.append((trainer.current_epoch, batch_idx))
+        self.heard[0] += 1
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.heard[1] += 1
         strategy = trainer.strategy
         if trainer.global_step == self.last_step:
             return
@@ -237,6 +241,7 @@ class Recorder(Callback):
             "schedulers": [repr(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "average": float(self.average.double().sum()),
             "steps": self.steps,
+            "heard": self.heard,
             "batch": module.batch,
             "started": self.started[-1],
             "leader": trainer.is_global_zero,
