@@ -19,7 +19,7 @@ from ft_core.collectives.sharded import RetryableShards
 from ft_core.heal import digest
 from ft_lightning.fabric.fabric_strategy import FTFabricMixin
 from ft_lightning.shared.registration import SHARDED
-from ft_lightning.shared.shard_groups import ShardGroupMixin
+from ft_lightning.shared.shard_groups import ShardGroupMixin, reshard
 from ft_lightning.shared.strategy_base import NoLongerLeads
 
 
@@ -114,7 +114,7 @@ class FTFabricFSDPMixin(ShardGroupMixin, FTFabricMixin):
         kept = {"filter": options["filter"], "rank": self.scope.group_rank}
 
         def write(draft: Path) -> None:
-            _reshard(state)
+            reshard(state)
             stock._save_checkpoint(path=draft, state=state, full_state_dict=whole, **kept)
 
         try:
@@ -129,22 +129,13 @@ class FTFabricFSDPMixin(ShardGroupMixin, FTFabricMixin):
         """Called by `fabric.load`, on all. Of a folder, stock leaves plain values in place of objects
         that load their own state (schedulers, the progress): they load them here."""
         given = dict(state) if isinstance(state, dict) else {}
-        _reshard(state if isinstance(state, nn.Module) else given)
+        reshard(state if isinstance(state, nn.Module) else given)
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         for key, thing in given.items():
             if state[key] is not thing and hasattr(thing, "load_state_dict"):
                 thing.load_state_dict(state[key])
                 state[key] = thing
         return rest
-
-
-def _reshard(state: nn.Module | dict[str, Any]) -> None:
-    """After a forward without a backward (a validation) FSDP keeps the outermost module whole. Stock, which
-    looks for sharded parameters, would find no model in one that is sharded as one."""
-    for thing in state.values() if isinstance(state, dict) else [state]:
-        for module in thing.modules() if isinstance(thing, nn.Module) else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 class _SyncControl:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ft_core.process_group.nccl import outlive_nccl_errors
 from ft_core.shell.group_server import group_store
@@ -22,6 +24,15 @@ from lighthouse.files import draft_of, put_whole, remove_drafts, remove_whole
 
 FEWEST_GROUPS = 2
 """One can go on when another dies, and the shards are as small as that allows."""
+
+
+def reshard(state: nn.Module | dict[str, Any]) -> None:
+    """After a forward without a backward (a validation) FSDP keeps the outermost module whole. Stock, which
+    looks for sharded parameters, would find no model in one that is sharded as one."""
+    for thing in state.values() if isinstance(state, dict) else [state]:
+        for module in thing.modules() if isinstance(thing, nn.Module) else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 class ShardGroupMixin(StrategyBase):

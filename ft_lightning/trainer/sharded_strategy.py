@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from ft_core.collectives.sharded import RetryableShards
 from ft_core.heal import digest
 from ft_lightning.shared.registration import SHARDED
-from ft_lightning.shared.shard_groups import ShardGroupMixin
+from ft_lightning.shared.shard_groups import ShardGroupMixin, reshard
 from ft_lightning.trainer import healing, leader
 from ft_lightning.trainer.later_rows import make_up_rows
 from ft_lightning.trainer.saves import local_path
@@ -203,6 +203,9 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
         if self._over and self._save_distributed_checkpoint and self._checkpoints.held:
             self._writes_checkpoint()
         super().teardown()
+        if self.lightning_module is not None:
+            # Which pass was the last one differs between groups that trained and one that passed over the fit.
+            reshard(self._module)
 
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if not self._save_distributed_checkpoint and Path(filepath).is_dir():

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -272,7 +273,9 @@ def main(options: dict[str, Any]) -> None:
     for case in options["cases"]:
         trainer = train(case, options, files)
         module = trainer.lightning_module
+        whole = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
         result = {
+            "whole": whole,
             "step": trainer.global_step,
             "digest": shards_digest(module),
             "norm": sum(

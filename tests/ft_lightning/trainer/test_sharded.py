@@ -62,6 +62,16 @@ def test_numbers_are_those_of_the_stock_strategy(
     assert run.events(0, "discard") >= 2
 
 
+def test_parameters_are_shards_after_a_fit_whatever_its_last_pass_was(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Here a validation. A group that came back after the end and passed over the fit had whole ones after its sanity
+    check, where its peers had shards: a script that asked for `full_tensor()` failed there alone."""
+    with sharded(tmp_path, coordinator.address()) as run:
+        run.wait(*run.start_ranks(0, size=2, groups=2), *run.start_ranks(1, size=2, groups=2))
+    assert [result(run, rank, "plain")["whole"] for rank in range(4)] == [[]] * 4
+
+
 def test_ranks_of_a_group_that_are_each_their_machines_first_prepare_data_by_turns(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
