@@ -138,9 +138,8 @@ class StepDriver:
         self._rereads = False  # the batches of the step under way are of another share of the data
         self._lost = False  # behind, and not where it can heal: no round until the next boundary
         self._peer: dict[str, Any] | None = None  # a state that came in the middle of a batch
-        self._ahead: dict[str, Any] | None = (
-            None  # a peer's, whose hooks of this window were called
-        )
+        # Of a peer that had called hooks of this window already.
+        self._ahead: dict[str, Any] | None = None
         self._at_end: list[Callable[[], None]] = []
         self._operations: list[Callable[[], None]] = []  # of the open step, in order
         self._window = 0  # batches since the open step began at a boundary
@@ -181,7 +180,7 @@ class StepDriver:
         self._usual_votes, self._votes = self._votes, 0
         if not self.open:
             self._lost = self._within = False
-            self._window, self._earlier = 0, None
+            self._window, self._earlier, self._ahead = 0, None, None
             if self._decisions.timed:
                 self._decisions.wait_with_validation()
             self._start(Place.BOUNDARY)
