@@ -161,11 +161,11 @@ def restore(
 def _put_back(trainer: Any, state: dict[str, Any]) -> None:
     """An epoch's first hooks were called in a restored state. The peer had called them before it gave that: what
     they change from its present value (a rate, a counter) would be changed twice."""
-    put_back_hooks(trainer, state)
-    finetuning.adopt(trainer, state["trained"])
     connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = _copy(state["checkpoint"])
+    connector._loaded_checkpoint = checkpoint = _copy(state["checkpoint"])
     try:
+        _load_hooks(trainer, checkpoint)
+        finetuning.adopt(trainer, state["trained"])
         with trainer.strategy.as_it_is():
             connector.restore_optimizers_and_schedulers()
     finally:
@@ -175,7 +175,11 @@ def _put_back(trainer: Any, state: dict[str, Any]) -> None:
 def put_back_hooks(trainer: Any, state: dict[str, Any]) -> None:
     """What the module and callbacks keep is that of the peer again: it had called the hooks since the boundary
     already when it gave its state."""
-    checkpoint = _copy(state["checkpoint"])
+    _load_hooks(trainer, _copy(state["checkpoint"]))
+
+
+def _load_hooks(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Let the module and callbacks load what they keep. The module's hook may change `checkpoint`."""
     trainer.lightning_module.on_load_checkpoint(checkpoint)
     for callback in trainer.callbacks:
         if known := checkpoint.get("callbacks", {}).get(callback.state_key):
