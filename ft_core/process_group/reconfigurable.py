@@ -483,7 +483,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         for work in works:
             communicator.operation_orphaned(work.issued_at + self.timeout_s)
             _log.debug("%s of quorum %d is orphaned", work.operation, work.quorum_id)
-            work.resolve(None, error)
+            work.fail(error)
 
     def _enter(self, quorum_id: int, rank: int, size: int) -> Communicator | None:
         """Leave the previous quorum; returns its communicator, interrupted."""

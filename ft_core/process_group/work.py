@@ -282,7 +282,7 @@ class BackendWork(PlainWork):
             else:
                 work.wait(timeout)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         else:
             self.resolve(self._outputs, None)
 
@@ -290,11 +290,12 @@ class BackendWork(PlainWork):
         try:
             value = future.value()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         else:
             self.resolve(value, None)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """End the work with `error`, which then names its operation and quorum, and break the group."""
         failure = self._group.collective_failed(self.operation, self.quorum_id, error)
         failure.__cause__ = error.with_traceback(None)
         self.resolve(None, failure)

@@ -315,7 +315,7 @@ class Slow:
     def is_completed(self) -> bool:
         return self.looks > 1
 
-    def resolve(self, value: object, error: object) -> None:
+    def fail(self, error: object) -> None:
         self.ended_with.append(error)
 
     def quiescent(self) -> bool:
