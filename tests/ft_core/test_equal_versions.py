@@ -27,7 +27,9 @@ SHORT = timedelta(milliseconds=50)
 
 
 def pair(server: Any, **kw: Any) -> list[Replica]:
-    return [Replica(server, f"r{i}", expected_replicas=2, **kw) for i in range(2)]
+    """None comes to its end alone, while the other is on its way back: that one would find no state to heal from."""
+    options = {"expected_replicas": 2, "min_replica_size": 2, **kw}
+    return [Replica(server, f"r{i}", **options) for i in range(2)]
 
 
 def vote_in_vain(replica: Replica) -> torch.Tensor:
