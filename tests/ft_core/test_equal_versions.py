@@ -259,7 +259,9 @@ class FailsOnce(torch.optim.SGD):
         super().step()
 
 
-def train_that_skips(server: Any, name: str, fail_at: int, net: torch.nn.Module) -> int:
+def train_that_skips(
+    server: Any, name: str, fail_at: int, net: torch.nn.Module, **options: Any
+) -> int:
     """Six steps of a loop that skips a batch whose update runs out of memory; how many did."""
     inner = FailsOnce(net.parameters(), lr=0.1)
     inner.fail_at = fail_at
@@ -269,6 +271,7 @@ def train_that_skips(server: Any, name: str, fail_at: int, net: torch.nn.Module)
         expected_replicas=2,
         load_state_dict=net.load_state_dict,
         state_dict=net.state_dict,
+        **options,
     )
     model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, inner)
     raised = 0
@@ -296,8 +299,8 @@ def test_an_optimizer_that_raises_after_the_commit() -> None:
     a, b = equal_nets()
     with lighthouse() as server:
         raised = both(
-            lambda: train_that_skips(server, "r0", -1, a),
-            lambda: train_that_skips(server, "r1", 3, b),
+            lambda: train_that_skips(server, "r0", -1, a, min_replica_size=2),
+            lambda: train_that_skips(server, "r1", 3, b, min_replica_size=2),
         )
     assert raised == [0, 1]
     assert all(torch.equal(a.state_dict()[key], b.state_dict()[key]) for key in a.state_dict())
@@ -310,7 +313,7 @@ def test_optimizers_that_raise_in_all_members() -> None:
 
     def train(name: str, net: torch.nn.Module) -> str:
         try:
-            return f"raised {train_that_skips(server, name, 3, net)}"
+            return f"raised {train_that_skips(server, name, 3, net, min_replica_size=2)}"
         except JoinRefused as refused:
             return str(refused)
 

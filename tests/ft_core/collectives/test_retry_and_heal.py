@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
+from ft_core.config import SHARED_JOB
 from ft_core.ddp import RetryableDistributedDataParallel
 from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.lighthouses import has_joined
+from tests.harness.waiting import until
 
 STEPS, RATE = 12, 0.1
 DATA = torch.randn(STEPS, 2, 4, 3, generator=torch.Generator().manual_seed(0))
@@ -23,7 +26,7 @@ class Member:
     """A loop that computes the batch of its step, anew only if it has healed in the meantime."""
 
     def __init__(self, server: Any, index: int, **options: Any) -> None:
-        self.index, self.open, self.healed = index, False, False
+        self.server, self.index, self.open, self.healed = server, index, False, False
         self.net = nn.Linear(3, 2)
         self.net.load_state_dict(START.state_dict())
         self.manager = Replica(server, str(index), **options).manager
@@ -75,6 +78,10 @@ class Member:
     def train(self) -> None:
         optimizer = torch.optim.SGD(self.net.parameters(), RATE)
         while self.manager.current_step() < STEPS:
+            if (
+                self.manager.current_step() == STEPS - 2
+            ):  # none ends while the other is on its way back
+                until(lambda: has_joined(self.server, SHARED_JOB, "1", or_member=True), "member 1")
             refused, self.healed = self.refused, False
             self.model.zero_grad()
             batch = DATA[self.manager.current_step(), self.index]
