@@ -73,8 +73,10 @@ def _placing(cls: Any) -> dict[str, Any]:
     return {"__iter__": __iter__, "_ft_skip": 0, "_ft_chosen": None}
 
 
-def _announcing(at_boundary: Callable[[], None]) -> Callable[[Any], dict[str, Any]]:
-    """A data fetcher that calls `at_boundary` before it fetches."""
+def _announcing(
+    at_boundary: Callable[[], None], fetched: Callable[[bool], None]
+) -> Callable[[Any], dict[str, Any]]:
+    """A data fetcher that calls `at_boundary` before it fetches, and `fetched(there was a batch)` then."""
 
     def methods(cls: Any) -> dict[str, Any]:
         def __next__(self: Any) -> Any:
@@ -83,7 +85,13 @@ def _announcing(at_boundary: Callable[[], None]) -> Callable[[Any], dict[str, An
             except StopIteration as error:
                 # Lightning would take it for the end of the epoch and go on in silence.
                 raise RuntimeError("StopIteration at a step's boundary") from error
-            return cls.__next__(self)
+            try:
+                batch = cls.__next__(self)
+            except StopIteration:
+                fetched(False)
+                raise
+            fetched(True)
+            return batch
 
         return {"__next__": __next__}
 
@@ -96,6 +104,8 @@ class Batches:
     def __init__(self, set_sampler_epoch: Callable[[Any, int], None]) -> None:
         self.at_boundary: Callable[[], None] = lambda: None
         """Called before a batch is fetched. The driver sets it."""
+        self.fetched: Callable[[bool], None] = lambda there: None
+        """Called where a batch was due: whether there was one. The driver sets it."""
         self._set_sampler_epoch = set_sampler_epoch
         self._samplers: list[Any] = []
         self._adopted: list[Any] = []
@@ -135,7 +145,7 @@ class Batches:
                 self.at_boundary()
                 self.fetches(trainer)
 
-            self.adopt(fetcher, _announcing(before_it))
+            self.adopt(fetcher, _announcing(before_it, self.fetched))
 
     def adopt(self, instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
         """Give `instance` a subclass of its own class, until `release`."""

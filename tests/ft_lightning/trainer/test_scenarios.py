@@ -57,6 +57,7 @@ OWN = (
     "stream:unknown length",
     "stream:loader",
     "endless",
+    "endless:empty",
 )
 
 Runs = dict[str, Scenarios]
@@ -328,6 +329,14 @@ def test_streams_of_unknown_length_end_in_all_with_the_first(runs: Runs) -> None
     assert mine["digests"] == other["digests"]
     assert mine["metrics"]["val"] == other["metrics"]["val"]
     assert mine["epoch"] == other["epoch"] == 3
+
+
+def test_a_stream_without_a_batch_ends_its_group_alone(runs: Runs) -> None:
+    """It would come to the end of its fit at once, and its peers would hear that the training is over."""
+    mine, other = both(runs, "endless:empty")
+    assert (mine["runs"], other["said"]) == ([], "")
+    assert mine["said"].startswith("the training data of rank 0 has no batch")
+    assert other["runs"] == [[epoch, batch] for epoch in range(3) for batch in range(8)]
 
 
 def test_one_speaks_and_nobody_writes_before_the_first_quorum(runs: Runs) -> None:
