@@ -194,7 +194,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
     def __del__(self) -> None:
         """Dropped without `shutdown`, and maybe by a thread of the backend: a work that ends there may hold
         the last reference. Such a thread can't destroy its backend, which waits for it: the process aborts."""
-        if hasattr(self, "_exit_hook"):  # else the constructor has raised
+        if not getattr(self, "_shut_down", True):  # else its interpreter may be all but gone
             atexit.unregister(self._exit_hook)
             self._close_in_background([self._communicator], None)
             for thread in self._background:

@@ -106,7 +106,8 @@ def test_survivors_of_a_kill_are_freed_and_go_on(
     assert sums(mixed, elements) == right_sum(3)
 
 
-def test_a_process_may_exit_without_shutdown() -> None:
+@pytest.mark.parametrize("lives", [False, True], ids=["", "to the very end"])
+def test_a_process_may_exit_without_shutdown(lives: bool) -> None:
     code = (
         "import torch\n"
         "from ft_core.process_group import ProcessGroupGloo\n"
@@ -114,6 +115,8 @@ def test_a_process_may_exit_without_shutdown() -> None:
         "group.configure(1, 0, [group.address()], 5.0)\n"
         "group.allreduce([torch.ones(3)]).wait()\n"
     )
+    if lives:  # as an attribute of what goes late
+        code += "import threading\nthreading.kept = group\n"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, capture_output=True, text=True
     )
