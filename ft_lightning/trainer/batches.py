@@ -76,7 +76,7 @@ def _placing(cls: Any) -> dict[str, Any]:
 def _announcing(
     at_boundary: Callable[[], None], fetched: Callable[[bool], None]
 ) -> Callable[[Any], dict[str, Any]]:
-    """A data fetcher that calls `at_boundary` before it fetches, and `fetched(there was a batch)` then."""
+    """A data fetcher that calls `at_boundary` before it fetches, and `fetched(there was a batch)` after."""
 
     def methods(cls: Any) -> dict[str, Any]:
         def __next__(self: Any) -> Any:
@@ -104,8 +104,6 @@ class Batches:
     def __init__(self, set_sampler_epoch: Callable[[Any, int], None]) -> None:
         self.at_boundary: Callable[[], None] = lambda: None
         """Called before a batch is fetched. The driver sets it."""
-        self.fetched: Callable[[bool], None] = lambda there: None
-        """Called where a batch was due: whether there was one. The driver sets it."""
         self._set_sampler_epoch = set_sampler_epoch
         self._samplers: list[Any] = []
         self._adopted: list[Any] = []
@@ -113,7 +111,7 @@ class Batches:
         self._ahead: tuple[tuple[int, int], list[Any]] = (0, 0), []
         """Streams of unknown length, from which a batch is fetched in advance: (the epoch, the number of the
         batch after that one), and what the states of the streams are before it."""
-        self._warned = False
+        self._warned = self._has_data = False
         self.origin = Origin()
         """Of the epoch in the middle of which this fit was resumed with other batches."""
         self._resumes = False
@@ -145,7 +143,19 @@ class Batches:
                 self.at_boundary()
                 self.fetches(trainer)
 
-            self.adopt(fetcher, _announcing(before_it, self.fetched))
+            self.adopt(fetcher, _announcing(before_it, lambda there: self._fetched(trainer, there)))
+
+    def _fetched(self, trainer: Any, there: bool) -> None:
+        """Raises RuntimeError if this rank has no batch at all: its epochs would end at once, while its peers train,
+        and with its last one they would hear that the training is over."""
+        self._has_data = self._has_data or there
+        scope, resumed = trainer.strategy.scope, trainer.fit_loop.epoch_loop.restarting
+        # One that has resumed may be at its epoch's end.
+        if not self._has_data and not resumed and scope.world_size > 1:
+            raise RuntimeError(
+                f"the training data of rank {scope.rank} has no batch, and each of the {scope.world_size} ranks "
+                "needs one for each step: divide the data so that each rank has a part of it"
+            ) from None
 
     def adopt(self, instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
         """Give `instance` a subclass of its own class, until `release`."""

@@ -151,8 +151,7 @@ class StepDriver:
         self._part: Participation | None = None
         self.meets_next: Callable[[], bool] = lambda: False
         """Whether a round follows on the batch at hand. The strategy sets it."""
-        self._has_data = False
-        batches.at_boundary, batches.fetched = self.at_boundary, self._fetched
+        batches.at_boundary = self.at_boundary
         batches.adopt(trainer.fit_loop.epoch_loop, _catching(self))
 
     @property
@@ -193,18 +192,6 @@ class StepDriver:
             self._window = 0
             self._restore(state)
         self._window += 1
-
-    def _fetched(self, there: bool) -> None:
-        """Raises RuntimeError if this rank has no batch at all: an epoch would end here at once, while the peers
-        compute the step that is open, and at the last one they would hear that the training is over."""
-        self._has_data = self._has_data or there
-        trainer, scope = self._trainer, self._trainer.strategy.scope
-        resumed = trainer.fit_loop.epoch_loop.restarting  # perhaps at an epoch's end
-        if not self._has_data and not resumed and self._shares_ends and scope.world_size > 1:
-            raise RuntimeError(
-                f"the training data of rank {scope.rank} has no batch, and each of the {scope.world_size} ranks "
-                "needs one for each step: divide the data so that each rank has a part of it"
-            ) from None
 
     def ensure_open(self) -> None:
         """In a batch: another step begins if none is open. May raise BatchAbandoned."""
