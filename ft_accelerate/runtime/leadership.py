@@ -110,6 +110,10 @@ class Leadership:
         contributes, self.main = part is not None and part.rank is not None, main_of(whole)
         self._take(contributes and self.main // self._size == index // self._size)
 
+    def take_over(self) -> None:
+        """Outside of a quorum: this replica group is the one that writes now."""
+        self.group_leads, self.holds = True, self._speaks
+
     def _take(self, leads: bool) -> None:
         self.group_leads, self.holds = leads, leads and self._speaks
         if self._speaks:
@@ -219,7 +223,7 @@ class Saves:
     |---|---|
     | has taken part in that event | is made: it is forgotten |
     | is gone, and this process is the next one | it writes it now. The state is still that of the save, but for buffers: gradients are voted on before an optimizer steps |
-    | dies, and no event follows | processes that are at their end wait for the main one to come to its own. If it dies, the first of them writes (where one launcher has all replica groups) |
+    | dies, and no event follows | processes that are at their end wait for the main one to come to its own. If it dies, the first replica group of them writes (where one launcher has all) |
 
     What the script writes by itself, since it has asked whether it is the main process, can't be held. So the
     launcher knows from the main process where that may be (`OwnWrites`). If it dies there, the launcher says so,
@@ -272,17 +276,22 @@ class Saves:
         finally:
             self._within = False
 
-    def outlive(self, slot: Slot) -> None:
-        """The script is over: wait until the main process has come to its end; if it dies, the first process
-        that waits writes what it holds."""
-        if not self._saves.held or self._leadership.group_leads:
+    def outlive(self, slot: Slot, as_one: Callable[[Callable[[], bool]], bool]) -> None:
+        """The script is over: wait until the main process has come to its end; if it dies, the first replica group
+        that waits writes what it holds. `as_one`: `GroupRanks.as_one`."""
+        if self._leadership.group_leads or not as_one(lambda: self._is_left_to_us(slot)):
             return
+        self._leadership.take_over()
+        self._make_up()
+
+    def _is_left_to_us(self, slot: Slot) -> bool:
+        if not self._saves.held:
+            return False
         slot.await_leader(SCRIPT)
-        if slot.takes_over():
+        if taken := slot.takes_over():
             slot.leads(True)
-            self._leadership.holds = self._leadership.group_leads = True
             log.warning("the main process has died at the end of the script: this process saves")
-            self._make_up()
+        return taken
 
 
 class OwnWrites:

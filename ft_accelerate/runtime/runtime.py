@@ -662,7 +662,7 @@ class Runtime:
         self.close(finished=not self.position.active)
         if self._finished:
             self.comes_to_another_place()
-            self.saves.outlive(slot())
+            self.saves.outlive(slot(), self.group_ranks.as_one)
 
     def _end_early(self, why: str) -> None:
         """End this process, so that it is started again."""

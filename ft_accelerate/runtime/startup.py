@@ -177,6 +177,13 @@ class GroupRanks:
         with ended_with_its_group():
             return self._in_group.from_rank_0(decide)
 
+    def as_one(self, decide: Callable[[], bool]) -> bool:
+        """Whether the group's rank 0 decides so. Where they share a model all of them hear it, since none can
+        write alone; else the others have no part in it."""
+        if self.shards:
+            return bool(self.from_rank_0(decide))
+        return self.place.group_rank == 0 and decide()
+
     def sync_initial_state(
         self,
         name: Callable[[], str],

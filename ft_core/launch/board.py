@@ -230,6 +230,7 @@ class Slot:
         if not over:
             self._row = number << 40
         self._set(_TRAINING_AT, number if over else -number)
+        self._tell()  # too few may be left for another training
 
     def shut_down(self) -> None:
         """Python shuts down, and this process may be killed in that. If its training is over, the script

@@ -275,9 +275,11 @@ class Roster:
         return not any(c.running or c.restart_at is not None for c in self.children)
 
     def stuck(self) -> bool:
-        """Whether too few children are left to go on, and none has finished."""
+        """Whether too few children are left to go on. Not where one has finished, or has ended its training and
+        goes on with what follows, which it does alone."""
         alive = sum(c.running or c.restart_at is not None for c in self.children)
-        return 0 < alive < self.min_alive and not self._finished()
+        over = any(c.running and c.seen.over for c in self.children)
+        return 0 < alive < self.min_alive and not over and not self._finished()
 
     def missing(self) -> str:
         """A sentence, if what one process had to write for all may be missing; else ""."""
@@ -440,6 +442,11 @@ class _Run:
                 self._look()
             else:
                 self._ended(roster.children[event.index], event.exit_code)
+            if not self.stopped and roster.stuck():
+                self.say(
+                    f"fewer than min_replicas={roster.min_alive} replica groups are left: stopping"
+                )
+                self._stop(signal.SIGTERM)
         if self.stopped_by is not None:
             return roster.exit_code() or 128 + self.stopped_by
         self._look()
@@ -512,11 +519,6 @@ class _Run:
         for late in roster.too_late():
             self.say(f"replica group {late.number} comes too late: the training is over")
             _kill(late)
-        if roster.stuck():
-            self.say(
-                f"fewer than min_replicas={roster.min_alive} replica groups are left: stopping"
-            )
-            self._stop(signal.SIGTERM)
 
 
 def take(events: queue.SimpleQueue[T], until: float | None = None) -> T | None:

@@ -76,7 +76,7 @@ def test_at_the_end_it_waits_for_the_main_process(
     main.leads(True)
     saves.save(lambda: None, lambda: written.append("last"))
     other.training(1, over=True)
-    waiting = threading.Thread(target=saves.outlive, args=(other,))
+    waiting = threading.Thread(target=saves.outlive, args=(other, lambda decide: decide()))
     waiting.start()
     if dies:
         board.died(0)

@@ -57,6 +57,8 @@ resumes = pytest.mark.skipif(
     Version("5.18") > VERSION, reason="its Trainer cannot resume on CPU with several processes"
 )
 
+fsdp = pytest.mark.skipif(Version("5.14") > VERSION, reason="its Trainer took FSDP 1 on its own")
+
 
 def reports(out: Path, processes: int = 2, *, spares: bool = False) -> list[Report]:
     """`spares`: no process waits for one that comes back, so that it may be too late to make a report."""
@@ -398,6 +400,21 @@ def test_the_main_process_dies_in_the_scripts_last_save_and_the_other_writes(
         assert (tmp_path / "checkpoints" / name).exists(), name
 
 
+@fsdp
+def test_the_main_process_dies_in_the_last_save_of_a_model_of_two_processes(tmp_path: Path) -> None:
+    """Those of the other group write it together, and whoever comes back too late meanwhile does not end that."""
+    section = {"min_replicas": 2, "group_size": 2}
+    options = ("--max_steps", "4", "--fsdp", "--save_model")
+    command = launched(TRAINER, tmp_path, 4, section, *options)
+    env = installed(tmp_path / "site", TRAINER_KILLS="0.0:0:writing_last:1")
+    said = run(command, env, tmp_path)
+    assert said.count("the main process has died at the end of the script: this process saves") == 1
+    names = {path.name for path in (tmp_path / "final").iterdir()}
+    assert "training_args.bin" in names
+    assert load_file(tmp_path / "final" / "model.safetensors")
+    assert (tmp_path / "checkpoints" / "trainer_state.json").exists()
+
+
 def test_the_main_process_dies_in_the_last_checkpoint_and_the_other_writes_it(
     tmp_path: Path,
 ) -> None:
@@ -431,7 +448,7 @@ def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -
     assert found[0]["best"] == pytest.approx(oracle[0]["best"], rel=1e-3)
 
 
-@pytest.mark.skipif(Version("5.14") > VERSION, reason="its Trainer took FSDP 1 on its own")
+@fsdp
 def test_fsdp_in_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:
     """Each life of a group reads and writes checkpoints as one, and the best one at the end."""
     found, _ = protected(

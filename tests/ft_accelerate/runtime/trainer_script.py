@@ -89,7 +89,7 @@ class Model(GPT2LMHeadModel):
 
     kill: Any = None
     other: Path
-    """What the other process writes at its end."""
+    """What the other group's first process writes at its end."""
 
     def save_pretrained(self, folder: Any, *args: Any, **kwargs: Any) -> None:
         super().save_pretrained(folder, *args, **kwargs)
@@ -224,7 +224,7 @@ def main() -> None:
     )
     model = Model(config)
     model.kill, watch = Kill(), Watch()
-    model.other = out / "1.end"
+    model.other = out / f"{os.environ.get('LOCAL_WORLD_SIZE', '1')}.end"
     save = options.save_steps or 10_000
     arguments = TrainingArguments(
         output_dir=str(out / "checkpoints"),

@@ -139,6 +139,10 @@ def test_too_few_left_is_stuck() -> None:
     assert not rules.stuck()
     rules.ended(rules.children[0], -9, 1.0)
     assert rules.stuck()
+    rules.children[1].seen.over = True
+    assert not rules.stuck(), "it saves, say"
+    rules.children[1].seen.over = False
+    assert rules.stuck(), "another training"
 
 
 def test_the_same_end_of_all_ends_the_job_though_one_is_started_again_already() -> None:
