@@ -53,10 +53,10 @@ EARLY = (
 )
 
 LATER = (
-    "this process came back, and its peers are in a later training of the script (they have prepared "
-    "more models, or called Trainer.train more often): what was trained before can't be trained again "
-    "without them, so it does not join them. Let a script train once, or prepare all models before "
-    "the first training batch"
+    "its peers are in a later training of the script (they have prepared more models, or called "
+    "Trainer.train more often). What was trained before can't be trained again without them, so they go "
+    "on alone if min_replicas lets them. Let a script train once, or prepare all models before the first "
+    "training batch"
 )
 
 Place = tuple[int, int]

@@ -54,6 +54,10 @@ TRAINING = 1
 """The number of the training on the supervisor's board: a script has one."""
 SUFFIX = "/before"
 """Of the job's name on the lighthouse."""
+ENDED = (
+    "the script trains on after accelerator.end_training(), with which this process has left the others: "
+    "call it once, when all trainings of the script are over"
+)
 
 
 class GroupRanks:
@@ -73,6 +77,7 @@ class GroupRanks:
         self._in_group = IntraGroup(self._job, life=restarts)
         self.shards = False
         """Whether the processes of a group share one copy of the model; else each has one."""
+        self._closed = False
 
     @property
     def process_index(self) -> int:
@@ -93,8 +98,10 @@ class GroupRanks:
         """Make this process's manager; the group's other processes must make theirs, too.
 
         `suffix`: of the job's name. `changes`: fields of `JobOptions` that differ. Waits for the
-        others.
+        others. Raises ValueError if this process has left the other groups.
         """
+        if self._closed and not self.is_only_group:
+            raise ValueError(ENDED)
         # What follows waits for as long as the lighthouse may be away.
         self.from_rank_0(lambda: None)
         hold = RanksHold.SHARDS if self.shards else RanksHold.COPIES
@@ -223,7 +230,8 @@ class GroupRanks:
             slot().training(TRAINING, over=over)
 
     def close(self) -> None:
-        """End the connections to the group's other processes; idempotent."""
+        """The training has ended; end the connections to the group's other processes. Idempotent."""
+        self._closed = True
         self._in_group.close()
 
 

@@ -444,7 +444,8 @@ class _Run:
                 self._ended(roster.children[event.index], event.exit_code)
             if not self.stopped and roster.stuck():
                 self.say(
-                    f"fewer than min_replicas={roster.min_alive} replica groups are left: stopping"
+                    f"fewer than min_replicas={roster.min_alive} replica groups are left, and no other comes "
+                    "back, so no step can be made: stopping. Start the job again, or with a smaller min_replicas"
                 )
                 self._stop(signal.SIGTERM)
         if self.stopped_by is not None:

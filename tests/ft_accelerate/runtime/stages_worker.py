@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {
     "folds": False,
     "seedable": False,
     "evaluates": False,
+    "ends": False,  # one by one: each ends its training
     "epochs": 3,
     "samples": 64,
     "holds": [],  # places to wait at: "step-<stage>-<step>", "evaluation-<epoch>-<index>"
@@ -109,6 +110,8 @@ def run(options: dict[str, Any]) -> None:
             accelerator = Accelerator(cpu=True)
             set_seed(stage)
             train(options, stage, [16], [accelerator])
+            if options["ends"]:
+                accelerator.end_training()
     else:
         both = [Accelerator(cpu=True), Accelerator(cpu=True)]
         set_seed(7)

@@ -78,3 +78,20 @@ def test_killed_in_the_second_training_it_does_not_join_with_the_first(
         run.wait(zero)
     assert all(line["pid"] != again.pid for line in run.lines(1))
     assert [line["step"] for line in run.lines(0) if line["stage"] == 2] == list(range(1, 25))
+
+
+def test_a_training_after_the_end_is_refused(tmp_path: Path, lighthouse: str) -> None:
+    """Plain Accelerate has no process group any more. Here each process trained on its own model, which the others
+    took for another state: no step was made, for ever."""
+    options = {"one_by_one": True, "ends": True}
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path, lighthouse, WORKER, **options) as run:
+        run.wait(run.start(0, **both), run.start(1, **both), code=1)
+        assert "the script trains on after accelerator.end_training(), with which" in run.output()
+    assert {line["stage"] for line in run.lines(0)} == {1}
+
+
+def test_one_replica_group_may_train_after_the_end(tmp_path: Path, lighthouse: str) -> None:
+    with running(tmp_path, lighthouse, WORKER, one_by_one=True, ends=True) as run:
+        run.wait(run.start(0, 1))
+    assert [line["stage"] for line in run.lines(0)] == [1] * 48 + [2] * 48
