@@ -445,7 +445,7 @@ class _Run:
             if not self.stopped and roster.stuck():
                 self.say(
                     f"fewer than min_replicas={roster.min_alive} replica groups are left, and no other comes "
-                    "back, so no step can be made: stopping. Start the job again, or with a smaller min_replicas"
+                    "back, so no step can be made: stopping. With a smaller min_replicas the others would go on"
                 )
                 self._stop(signal.SIGTERM)
         if self.stopped_by is not None:
@@ -511,9 +511,9 @@ class _Run:
             self.say(sentence)
         for lost in roster.given_up():
             self.given_up(lost.number)
-        if roster.fault is not None:
-            if child.seen.error:
+            if lost is child and child.seen.error:
                 self.say(child.seen.error)
+        if roster.fault is not None:
             self.stopped = True
             _kill_all(roster)
             return

@@ -454,6 +454,25 @@ def test_the_true_error_is_the_last_line(tmp_path: Path) -> None:
     assert last == b"ft: ValueError: min_replicas is too high"
 
 
+def test_the_error_of_one_that_is_given_up_is_told(tmp_path: Path) -> None:
+    """Its own traceback is far above, among those of its lives before."""
+    parent = start(
+        tmp_path,
+        """
+        from ft_core.launch.board import reported
+        with reported():
+            if index == "1":
+                raise ValueError("this script has diverged")
+        while not (log / "1.2").exists():
+            time.sleep(0.02)
+        """,
+    )
+    parent.wait(PATIENCE_S)
+    said = parent.communicate()[1]
+    assert said.count(b"ft: ValueError: this script has diverged") == 1
+    assert said.count(b"replica group 1 failed with exit code 1") == 3
+
+
 def test_one_that_hangs_prints_its_stacks_and_comes_back(tmp_path: Path) -> None:
     """Its loop is told to be back at once. A group of two ranks, one of which hangs, as does a process that
     it has started: that would hold the supervisor's streams open."""
