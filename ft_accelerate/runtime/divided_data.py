@@ -8,7 +8,7 @@ spare reads a share, too, whose batches do not count. It takes over the share of
 | with a gradient step that was committed without the dead group | before the first batch of the next window it has that group's `process_index`, and its passes over prepared loaders go on with that group's batches |
 | within a window, since too few hold a share to commit its first gradient step | a raw script can't go back to the window's first batch, whose share it has not read: it ends, and is started again, as one that comes back to that window |
 | the same, and it has read that very share, or no holder is left; between two gradient steps of a window | it goes on with the batch that it has |
-| within an operation | it acts in place of the dead group, and no share moves |
+| within an operation | it acts in place of the dead group, and no share moves; it reads that group's batches from the next one on, if it has none in use |
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class DividedData:
 
     def __init__(self, ranks: GroupRanks, position: ScriptPosition) -> None:
         self._ranks, self._position = ranks, position
-        self._window: Place | None = None  # of which the first batch was asked for
+        self._window: Place | None = None
+        """Of which the last batch is the first that was asked for; None: that is of no window."""
 
     @classmethod
     def of(cls, ranks: GroupRanks, position: ScriptPosition) -> DividedData | None:
@@ -65,25 +66,28 @@ class DividedData:
         return cls(ranks, position) if several else None
 
     def follow(self, iteration: Iteration, part: Participation | None) -> None:
-        """A batch is about to be fetched. If it is the first of its window, let it be of the share that
-        this group holds, or will hold with the next step."""
+        """A batch is about to be fetched. If none is in use, let it be of the share that this group holds, or will
+        hold with the next step. It may be the first of its window, of an evaluation, or of training before the
+        model is in training mode."""
         window = self._position.window
-        if window != (iteration.seq, iteration.yielded):
+        known = window == (iteration.seq, iteration.yielded)
+        if not known and not self._position.stepped:
             return
-        self._window = window
+        self._window = window if known else None
         if part is not None and part.reads is not None and part.reads != self._ranks.share:
             self._ranks.share = part.reads
             for state in (PartialState, AcceleratorState):
                 state._shared_state["process_index"] = self._ranks.process_index
 
-    def is_another(self, part: Participation) -> bool:
+    def is_another(self, part: Participation, at: str) -> bool:
         """Whether a share was given to this group within a window in which it has read another one, and
-        others wait for that share's batch."""
+        others wait for that share's batch. `at`: of what an attempt is opened."""
         position = self._position
-        if not part.heir or part.share == self._ranks.share:
+        if not part.heir or part.share == self._ranks.share or position.phase is Phase.FAST_FORWARD:
             return False
-        within = position.phase is not Phase.FAST_FORWARD and not position.stepped
-        return within and not position.grads and position.window == self._window
+        if self._window is None:
+            return at == "grad"
+        return not position.stepped and not position.grads and position.window == self._window
 
     def refuse_undivided(self, loader: Any) -> None:
         """Raise ValueError for training data of which a spare could not take over a share."""

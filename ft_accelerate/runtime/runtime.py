@@ -238,7 +238,8 @@ class Runtime:
                 if self._aside:
                     self._join("fetch")
                     continue
-            if not self.ready or not self.prepared.training:
+            trains = self.prepared.training or position.trains_in(iteration)
+            if not self.ready or not trains:
                 break  # nor have the peers begun anything here, so this is not where they are
             if position.leaves not in (None, iteration.seq):
                 break  # an evaluation within an epoch, in which a window could not be entered
@@ -524,7 +525,7 @@ class Runtime:
             if part is not None:  # else the attempt has failed already; its vote tells
                 self.contributes = part.rank is not None
                 self.leadership.follow(part)
-                if self._data is not None and self._data.is_another(part):
+                if self._data is not None and self._data.is_another(part, at):
                     self._end_early(LATE_SHARE.format(self.options.replica_group_id, part.share))
             target = self.position.target
             if target is None or self.live:

@@ -245,6 +245,12 @@ class ScriptPosition:
         if not has_length:
             self.lengths[iteration.seq] = iteration.yielded
 
+    def trains_in(self, iteration: Iteration) -> bool:
+        """Whether this pass is one of training, though the model is not in training mode: scripts, and Trainer with
+        FSDP2, evaluate within an epoch, and put it back behind the next batch."""
+        seq, batch = self.window or (None, 0)
+        return seq == iteration.seq and (self.stepped or batch == iteration.yielded)
+
     def open_window(self, iteration: Iteration) -> None:
         """A training batch is asked for: a new window begins if an optimizer has stepped."""
         place = iteration.seq, iteration.yielded

@@ -5,12 +5,17 @@ What they train on is compared with a run of as many groups as there are shares,
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.ft_accelerate.harness import Run, compare, running
+from tests.ft_accelerate.installed import accelerate, installed
+from tests.harness import workers
 from tests.harness.runs import Process
+from tests.harness.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -86,3 +91,70 @@ def test_a_spare_takes_over_and_the_one_that_comes_back_is_the_next(
     assert compare(run.lines(1), run.lines(left)) > 0
     assert {line["share"] for line in run.lines(2) if line["step"] <= 5} == {None}
     assert {line["share"] for line in run.lines(1) if 26 < line["step"] <= 30} == {None}
+
+
+EVALUATES = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+net = torch.nn.Linear(1, 1)
+data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(64, 1))
+model, optimizer, loader, held_out = accelerator.prepare(
+    net, torch.optim.SGD(net.parameters(), 1e-6), torch.utils.data.DataLoader(data, 4),
+    torch.utils.data.DataLoader(data, 8))
+group = os.environ["ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID"]
+dies = group == "1" and os.environ["FT_RESTARTS"] == "0"
+def evaluate():
+    model.eval()
+    for (batch,) in held_out:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.gather(model(batch))
+
+with Path(sys.argv[1], group).open("a", buffering=1) as rows:
+    for epoch in range(2):
+        for step, (batch,) in enumerate(loader):
+            model.train()  # as many examples do: behind the batch
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            share = accelerator.process_index
+            rows.write(json.dumps([epoch, step, share, batch.flatten().tolist()]) + "\\n")
+            if (epoch, step) == (0, int(sys.argv[2])):
+                evaluate()
+"""
+
+
+@pytest.mark.parametrize("step", [2, 7], ids=["within_an_epoch", "at_its_end"])
+def test_a_spare_takes_over_in_an_evaluation(tmp_path: Path, step: int) -> None:
+    """Both shares are needed. The next batch is asked for while the model is in evaluation mode: it was of the share
+    that the spare had read before, so that counted twice, and the dead process's was left out."""
+    script = tmp_path / "train.py"
+    script.write_text(EVALUATES)
+    flags = ["--cpu", "--num_processes", str(GROUPS), "--fault_tolerance_min_replicas", str(SHARES)]
+    command = [*accelerate("launch")[1:], *flags, "--fault_tolerance_spares", "1"]
+    env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
+    with (tmp_path / "said").open("wb") as out:
+        job = workers.start(
+            "accelerate",
+            [*command, str(script), str(tmp_path), str(step)],
+            env=env,
+            stdout=out,
+            stderr=out,
+        )
+        try:
+            code = job.wait(PATIENCE_S)
+        finally:
+            job.end()
+    assert code == 0, (tmp_path / "said").read_text()
+    found = set()
+    for group in range(GROUPS):
+        for line in (tmp_path / str(group)).read_text().splitlines():
+            epoch, step, share, rows = json.loads(line)
+            assert rows == [8.0 * step + 4 * share + each for each in range(4)]
+            found.add((epoch, step, share))
+    assert found == set(itertools.product(range(2), range(8), range(SHARES)))
