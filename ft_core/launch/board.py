@@ -69,7 +69,7 @@ class Seen:
         error: with which it ends, in one line; "": it has told none.
         writes: where its script may be writing by itself, for all; "": nowhere.
         lost: where a life of this child has died in that, and no process has come since; "": nowhere.
-        done: its script has ended, and has written all.
+        done: its script has ended, and has written all, unless the exit code is an error.
     """
 
     joined: bool = False
@@ -234,7 +234,7 @@ class Slot:
 
     def shut_down(self) -> None:
         """Python shuts down, and this process may be killed in that. If its training is over, the script
-        has written all, unless it ends with an error."""
+        has written all, unless it ends with an error. (`sys.exit(3)` can't be seen here: the exit code tells.)"""
         if self._over and not hasattr(sys, "last_value"):
             self.training(SCRIPT, over=True)
 

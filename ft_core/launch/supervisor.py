@@ -166,7 +166,8 @@ class Roster:
         others = [c for c in self.children if c is not child]
         if exit_code and not child.seen.over and child in self.witnesses:
             self.witnesses.remove(child)
-        whole = exit_code == 0 or child.seen.done
+        # A script that exits with an error shuts Python down, too.
+        whole = exit_code == 0 or (exit_code < 0 and child.seen.done)
         if child.seen.leads and not whole and not self.policy.elsewhere:
             self.unwritten = child.number, exit_code
             self.witnesses = [

@@ -192,6 +192,24 @@ def test_the_job_fails_if_what_its_leader_had_to_write_is_not_written(
     assert rules.exit_code() == (0 if taken_over else 128 + 9)
 
 
+@pytest.mark.parametrize("code", [3, -9])
+def test_a_leader_that_exits_with_an_error_has_not_written_all(code: int) -> None:
+    """`sys.exit(3)` before the script's own save shuts Python down as its end does. Killed in that, it has
+    written all."""
+    rules = policy(2)
+    leader, other = rules.children
+    leader.seen.joined = other.seen.joined = leader.seen.leads = True
+    leader.seen.over = other.seen.over = leader.seen.done = True
+    rules.ended(leader, code, 1.0)
+    assert rules.due(2.0) == [leader]
+    leader.process = object()  # type: ignore[assignment]
+    rules.ended(other, 0, 3.0)
+    assert rules.too_late() == [leader]
+    rules.ended(leader, -9, 4.0)
+    assert ("what it had not written is missing" in rules.missing()) == (code == 3)
+    assert rules.exit_code() == (3 if code == 3 else 0)
+
+
 def test_nothing_is_missing_where_the_training_went_on_after_the_leaders_death() -> None:
     """All die, and their next lives write all; though none of them need lead before it has finished."""
     rules = policy(2, max_restarts=None)
