@@ -64,8 +64,6 @@ def before_quorum(
     released(trainer)
     if scope.num_groups == 1:
         act_as_leader(first, scope)
-        if first and scope.restarts:
-            keep_logs(trainer)
         return first, None
     refuse_search(trainer)
     loggers = None

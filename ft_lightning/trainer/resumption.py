@@ -81,7 +81,9 @@ class Resumption:
         """The checkpoint from which this process has begun; "": none of this job."""
         self.passes_over = False
         """The fit has finished, and this process has its state."""
-        if self._continues():
+        self.continues = self._continues()
+        """Whether this process goes on from a checkpoint of this job, in its log. Read only."""
+        if self.continues:
             adopt_log_places(trainer, self._known.get("logs", []))
             adopt(trainer._checkpoint_connector, self._methods)
 

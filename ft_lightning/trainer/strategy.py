@@ -233,6 +233,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
                 goes_on=job is before,
                 ask=self._in_group.from_rank_0,
             )
+            if writes and (self.scope.restarts or self._resumption.continues):
+                leader.keep_logs(self._trainer)
         elif self._over and (rows := later_rows()) is not None:
             ranks, first = self._in_group, self.scope.group_rank == 0
             rows.begin(self._trainer, lambda: self.is_global_zero, ranks, waits=first)

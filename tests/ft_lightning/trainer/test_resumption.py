@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -113,6 +114,33 @@ def test_a_job_with_an_id_goes_on_when_it_is_started_again(
         run.wait(*life(run))
         assert [first_steps(run, name) for name in (0, 1)] == [[0, begins, 0]] * 2
         assert run.output().count(f"goes on from {whole}") == resume
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["supervised", "by hand"])
+def test_the_only_group_of_a_job_goes_on_in_its_log(
+    tmp_path: Path, lighthouse: str, how: str
+) -> None:
+    """What its first life has logged stays in the file."""
+    place = f"step:1:{KILLED_AT}"
+    options: dict[str, Any] = {"fits": 1, "epochs": EPOCHS, "logs": True}
+    if how == "supervised":
+        options |= {"devices": 2, "strategy": {"group_size": 2}}
+    with running(tmp_path, lighthouse, worker=WORKER, holds=[place], **options) as run:
+        first = run.start(None if how == "supervised" else 0, 1)
+        run.until_held(0, place)
+        os.kill(run.lives(0)[-1], signal.SIGKILL)
+        run.go(place)
+        if how == "by hand":
+            run.wait(first, code=-signal.SIGKILL)
+            first = run.start(0, 1)
+        run.wait(first)
+    (path,) = tmp_path.glob("lightning_logs/*/metrics.csv")
+    with path.open(newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+    last = max(steps)
+    assert last + 1 > KILLED_AT
+    assert sorted(set(steps)) == list(range(last + 1))
 
 
 class Connector:
