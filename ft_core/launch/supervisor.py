@@ -565,11 +565,15 @@ def die_with(parent_pid: int) -> None:
 
 
 def hear_endings(on_signal: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Call `on_signal` for SIGINT and SIGTERM; returns the handlers that they had. Not for one that this
-    process was started to ignore (a shell starts commands in the background with SIGINT ignored): so
-    were its children. Main thread."""
-    heard = (n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN)
-    return {n: signal.signal(n, on_signal) for n in heard}
+    """Call `on_signal` for SIGINT, for SIGTERM, and with SIGTERM for SIGHUP (the terminal is closed); returns the
+    handlers that they had. Not for one that this process was started to ignore (a shell starts commands in the
+    background with SIGINT ignored, nohup with SIGHUP): so were its children. Main thread."""
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        on_signal(signal.SIGTERM if number == signal.SIGHUP else number, frame)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return {n: signal.signal(n, heard) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
 
 
 def _restore(handlers: Mapping[int, Any]) -> None:
