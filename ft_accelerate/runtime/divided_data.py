@@ -56,7 +56,7 @@ class DividedData:
     def __init__(self, ranks: GroupRanks, position: ScriptPosition) -> None:
         self._ranks, self._position = ranks, position
         self._window: Place | None = None
-        """Of which the last batch is the first that was asked for; None: that is of no window."""
+        """That begins with the last batch that was asked for while none was in use; None: no window does."""
 
     @classmethod
     def of(cls, ranks: GroupRanks, position: ScriptPosition) -> DividedData | None:

@@ -111,7 +111,8 @@ class Batches:
         self._ahead: tuple[tuple[int, int], list[Any]] = (0, 0), []
         """Streams of unknown length, from which a batch is fetched in advance: (the epoch, the number of the
         batch after that one), and what the states of the streams are before it."""
-        self._warned = self._has_data = False
+        self._warned = False
+        self._has_data = False  # a batch was fetched in this fit
         self.origin = Origin()
         """Of the epoch in the middle of which this fit was resumed with other batches."""
         self._resumes = False
@@ -148,10 +149,11 @@ class Batches:
     def _fetched(self, trainer: Any, there: bool) -> None:
         """Raises RuntimeError if this rank has no batch at all: its epochs would end at once, while its peers train,
         and with its last one they would hear that the training is over."""
-        self._has_data = self._has_data or there
+        if there or self._has_data:
+            self._has_data = True
+            return
         scope, resumed = trainer.strategy.scope, trainer.fit_loop.epoch_loop.restarting
-        # One that has resumed may be at its epoch's end.
-        if not self._has_data and not resumed and scope.world_size > 1:
+        if not resumed and scope.world_size > 1:  # one that has resumed may be at its epoch's end
             raise RuntimeError(
                 f"the training data of rank {scope.rank} has no batch, and each of the {scope.world_size} ranks "
                 "needs one for each step: divide the data so that each rank has a part of it"

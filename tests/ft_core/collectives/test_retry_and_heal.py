@@ -78,9 +78,8 @@ class Member:
     def train(self) -> None:
         optimizer = torch.optim.SGD(self.net.parameters(), RATE)
         while self.manager.current_step() < STEPS:
-            if (
-                self.manager.current_step() == STEPS - 2
-            ):  # none ends while the other is on its way back
+            # None ends while the other is on its way back.
+            if self.manager.current_step() == STEPS - 2:
                 until(lambda: has_joined(self.server, SHARED_JOB, "1", or_member=True), "member 1")
             refused, self.healed = self.refused, False
             self.model.zero_grad()
