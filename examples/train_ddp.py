@@ -105,7 +105,7 @@ try:
             print(f"step {step} loss {loss.item():.3f} participants {participants}", flush=True)
         time.sleep(max(0.0, began + args.pace_s - time.perf_counter()))
 finally:
-    manager.shutdown()
+    manager.shutdown(finished=manager.current_step() >= args.steps)
 
 with torch.no_grad():
     net.eval()

@@ -99,7 +99,7 @@ try:
                 break
             time.sleep(max(0.0, began + args.pace_s - time.perf_counter()))
 finally:
-    manager.shutdown()
+    manager.shutdown(finished=outer_steps >= args.outer_steps)
 
 with torch.no_grad():
     net.eval()

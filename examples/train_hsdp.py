@@ -160,7 +160,7 @@ def train() -> None:
     if rank == 0:
         print(f"done: loss {loss.item():.3f}, weights {weights.hexdigest()[:16]}", flush=True)
     dist.barrier()  # the group's ranks leave together
-    manager.shutdown()
+    manager.shutdown(finished=True)
     dist.destroy_process_group()
 
 

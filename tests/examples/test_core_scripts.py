@@ -184,3 +184,23 @@ def test_diloco_is_killed_and_started_again_and_both_end_with_equal_weights(job:
     ends = [until(process, DONE).groups() for process in (survivor, again)]
     assert ends[0] == ends[1]
     assert [process.wait(timeout=PATIENCE_S) for process in (survivor, again)] == [0, 0]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("script", "steps"),
+    [("examples/train_ddp.py", "--steps"), ("examples/train_diloco.py", "--outer-steps")],
+)
+def test_one_that_comes_back_when_the_others_have_finished_does_not_start_over(
+    script: str, steps: str
+) -> None:
+    with patient_lighthouse(60.0, connect_timeout_s=2.0) as server:
+        job = Job(server)
+        with job.stack:
+            ended = [job.start(group, steps, "3", script=script) for group in range(2)]
+            for process in ended:
+                until(process, DONE)
+            late = job.start(1, steps, "3", script=script)
+            assert late.wait(timeout=PATIENCE_S) == 1
+            assert late.stdout is not None
+            assert b"step" not in late.stdout.read()
