@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from ft_core.collectives.allreduce import average, check_devices
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
 from ft_core.heal.shardings import local_part
-from ft_core.process_group.torch_versions import fsdp_groups, fsdp_state
+from ft_core.process_group.torch_versions import forget_passes, fsdp_state
 from ft_core.step import ShardManager, StartedReduce, new_part
 
 _DIVIDED_AFTER = (torch.float32, torch.bfloat16)
@@ -202,24 +202,10 @@ def _forget_raised(module: nn.Module, _args: object) -> None:
     shared, idle = root._state_ctx, TrainingState.IDLE
     # One that several modules share may be between forwards of theirs.
     alone = (state for state in shared.all_states if len(state._modules) == 1)
-    if not shared.post_backward_final_callback_queued and all(
-        state._training_state == idle for state in alone
+    if shared.post_backward_final_callback_queued or any(
+        state._training_state != idle for state in alone
     ):
-        return
-    for state in shared.all_states:
-        for group in fsdp_groups(state):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-            group._partial_reduce_output = None
-            group._training_state = TrainingState.POST_BACKWARD  # there is nothing to reduce
-    is_last, shared.is_last_backward = shared.is_last_backward, True
-    root._root_post_backward_final_callback()
-    shared.is_last_backward, shared.iter_forward_root = is_last, None
-    for state in shared.all_states:
-        for group in fsdp_groups(state):
-            group.reshard()
+        forget_passes(module)
 
 
 def _placed(parameter: Tensor) -> object:

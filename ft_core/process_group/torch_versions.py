@@ -9,6 +9,7 @@ sentence.
 | argument of torch's DDP for buffers in forward | `broadcast_buffers` | `forward_sync_buffers` | the same |
 | a Gloo group that takes other members | no: a new one for each quorum | no | yes |
 | groups of parameters in an FSDP module | one at most (2.11) | several | several |
+| FSDP drops what a pass that has raised leaves | no | no | `reset_iter_state`; in 2.15 also the gradients that are not reduced |
 | NCCL | the classic backend | the classic backend | `nccl2`, or the classic backend |
 
 CONTRIBUTING.md has the command that tests with the oldest.
@@ -77,3 +78,31 @@ def fsdp_groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
     found = [state._fsdp_param_group] if several is None else several
     return [group for group in found if group is not None]
+
+
+def forget_passes(root: Any) -> None:
+    """Drop what FSDP holds of forwards and backwards that have not ended, of all modules of this root. Gradients that
+    it has reduced stay."""
+    state = fsdp_state(root)
+    shared = state._state_ctx
+    groups = [group for each in shared.all_states for group in fsdp_groups(each)]
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    for parameter in parameters:
+        if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
+            parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+    if hasattr(root, "reset_iter_state"):
+        reduced = [parameter.sharded_param.grad for parameter in parameters]
+        root.reset_iter_state()
+        for parameter, gradient in zip(parameters, reduced, strict=True):
+            parameter.sharded_param.grad = gradient
+        return
+    for group in groups:
+        group._partial_reduce_output = None
+        group._training_state = type(group._training_state).POST_BACKWARD  # nothing to reduce
+    is_last, shared.is_last_backward = shared.is_last_backward, True
+    state._root_post_backward_final_callback()
+    shared.is_last_backward, shared.iter_forward_root = is_last, None
+    for group in groups:
+        group.reshard()

@@ -105,6 +105,20 @@ def test_what_a_pass_that_has_raised_leaves_is_dropped(
         assert torch.equal(mine, expected)
 
 
+def test_gradients_that_are_reduced_stay(made: tuple[Sharded, Sharded]) -> None:
+    plain, other = made
+    for each in made:
+        each.forget()
+        each.run(0)
+    other.model.raises_in = "forward"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        other.model(DATA[1])
+    for each in made:
+        each.run(1)
+    for mine, expected in zip(other.gradients(), plain.gradients(), strict=True):
+        assert torch.equal(mine, expected)
+
+
 def test_a_root_that_runs_forward_twice_keeps_both(made: tuple[Sharded, Sharded]) -> None:
     plain, other = made
     for each in made:
