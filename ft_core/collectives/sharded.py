@@ -37,13 +37,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from ft_core.collectives.allreduce import average, check_devices
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
 from ft_core.heal.shardings import local_part
-from ft_core.process_group.torch_versions import forget_passes, fsdp_state
+from ft_core.process_group.torch_versions import forget_raised_passes
 from ft_core.step import ShardManager, StartedReduce, new_part
 
 _DIVIDED_AFTER = (torch.float32, torch.bfloat16)
@@ -196,16 +195,8 @@ def _free_nothing(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
 def _forget_raised(module: nn.Module, _args: object) -> None:
     """A forward of a root begins. What FSDP holds of one that has raised, or of a backward that has, is
     dropped: it would reduce in another order than the other groups, or its root's gradients never again."""
-    root = fsdp_state(module)
-    if not root._is_root or torch._C._current_graph_task_id() >= 0:
-        return
-    shared, idle = root._state_ctx, TrainingState.IDLE
-    # One that several modules share may be between forwards of theirs.
-    alone = (state for state in shared.all_states if len(state._modules) == 1)
-    if shared.post_backward_final_callback_queued or any(
-        state._training_state != idle for state in alone
-    ):
-        forget_passes(module)
+    if torch._C._current_graph_task_id() < 0:  # not within a backward
+        forget_raised_passes(module)
 
 
 def _placed(parameter: Tensor) -> object:

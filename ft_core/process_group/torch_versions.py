@@ -68,33 +68,29 @@ def ddp_without_buffers() -> dict[str, Any]:
     return {_BUFFERS_IN_FORWARD if _BUFFERS_IN_FORWARD in named else "broadcast_buffers": False}
 
 
-def fsdp_state(module: Any) -> Any:
-    """What torch's FSDP keeps of a module that it has sharded."""
-    return module._get_fsdp_state()
-
-
-def fsdp_groups(state: Any) -> list[Any]:
-    """The parameters of an FSDP state, by the groups in which it gathers them: up to 2.12 one at most."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    found = [state._fsdp_param_group] if several is None else several
-    return [group for group in found if group is not None]
-
-
-def forget_passes(root: Any) -> None:
-    """Drop what FSDP holds of forwards and backwards that have not ended, of all modules of this root. Gradients that
-    it has reduced stay."""
-    state = fsdp_state(root)
+def forget_raised_passes(module: Any) -> None:
+    """If this module is a root of FSDP's: drop what FSDP holds of forwards and backwards that have raised. Gradients
+    that it has reduced stay. Call it before a forward."""
+    state = module._get_fsdp_state()
+    if not state._is_root:
+        return
     shared = state._state_ctx
-    groups = [group for each in shared.all_states for group in fsdp_groups(each)]
+    # One that several modules share may be between forwards of theirs.
+    alone = (each for each in shared.all_states if len(each._modules) == 1)
+    if not shared.post_backward_final_callback_queued and all(
+        each._training_state.name == "IDLE" for each in alone
+    ):
+        return
+    groups = [group for each in shared.all_states for group in _groups_of_parameters(each)]
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
     for parameter in parameters:
         if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
             parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
-    if hasattr(root, "reset_iter_state"):
+    if hasattr(module, "reset_iter_state"):
         reduced = [parameter.sharded_param.grad for parameter in parameters]
-        root.reset_iter_state()
+        module.reset_iter_state()
         for parameter, gradient in zip(parameters, reduced, strict=True):
             parameter.sharded_param.grad = gradient
         return
@@ -106,3 +102,10 @@ def forget_passes(root: Any) -> None:
     shared.is_last_backward, shared.iter_forward_root = is_last, None
     for group in groups:
         group.reshard()
+
+
+def _groups_of_parameters(state: Any) -> list[Any]:
+    """In which FSDP gathers those of a module; one at most up to 2.12."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    found = [state._fsdp_param_group] if several is None else several
+    return [group for group in found if group is not None]
