@@ -150,11 +150,13 @@ def script_command(processes: int) -> list[str]:
     if given[:1] not in ([now[0]], ["-m"]):
         given = now  # what runs the script has given it arguments since
     arguments = [*given[1:], *_of_hydra()]
-    spec = getattr(__main__, "__spec__", None)
     path = now[0] and os.path.abspath(os.path.join(registration.started_in, now[0]))
+    spec = getattr(__main__, "__spec__", None)
+    if spec is not None and os.path.exists(path) and _is_of_runner(spec, path):
+        spec = None
     program = spec.name.partition(".")[0] if spec is not None else os.path.basename(path)
     test_runner = program in ("pytest", "py.test", "unittest")
-    runnable = hasattr(__main__, "__file__") and (spec is not None or os.path.isfile(path))
+    runnable = hasattr(__main__, "__file__") and (spec is not None or os.path.exists(path))
     if test_runner or not runnable:
         raise RuntimeError(
             f"devices={processes} starts {processes} processes that run your script again, and "
@@ -168,6 +170,11 @@ def script_command(processes: int) -> list[str]:
     name = spec.name.removesuffix(".__main__")
     assert importlib.util.find_spec(name) is not None
     return [*python, "-m", name, *arguments]
+
+
+def _is_of_runner(spec: Any, path: str) -> bool:
+    """Whether what Python has started runs the script itself: `-m cProfile`, or it is a folder or a zip file."""
+    return spec.name == "__main__" or os.path.realpath(spec.origin or "") != os.path.realpath(path)
 
 
 def _of_hydra() -> list[str]:

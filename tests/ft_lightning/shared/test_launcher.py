@@ -328,7 +328,15 @@ Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(Borin
 
 
 @pytest.mark.parametrize(
-    "how", [["again.py"], ["-m", "again"], ["-m", "ft_lightning", "-m", "again"]], ids=" ".join
+    "how",
+    [
+        ["again.py"],
+        ["-m", "again"],
+        ["-m", "ft_lightning", "-m", "again"],
+        ["-m", "cProfile", "-o", os.devnull, "again.py"],
+        ["folder"],
+    ],
+    ids=" ".join,
 )
 def test_the_script_is_run_again_as_it_was_started(tmp_path: Path, how: list[str]) -> None:
     """It has consumed its arguments and changed its folder, and does so again in each process."""
@@ -347,10 +355,18 @@ if "REPLICA_GROUP_ID" in os.environ:
 Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
 """
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "again.py").write_text(script)
+    (tmp_path / "folder").mkdir()
+    for name in ("again.py", "folder/__main__.py"):
+        (tmp_path / name).write_text(script)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
     env["PYTHONPATH"] = str(ROOT)
-    done = workers.run("lightning", [*how, "--lr", "1 2"], env=env, cwd=tmp_path)
+    command = [*how, "--lr", "1 2"]
+    if "cProfile" in how:  # it runs before any framework is imported, so not in a fork
+        done = subprocess.run(
+            [sys.executable, *command], env=env, cwd=tmp_path, capture_output=True, text=True
+        )
+    else:
+        done = workers.run("lightning", command, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"['--lr', '1 2'] {tmp_path}"] * 2
 
