@@ -189,6 +189,10 @@ def await_(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def sharded() -> dict[str, Any]:
+    return {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"]}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -249,8 +253,7 @@ def main() -> None:
         dataloader_pin_memory=False,
         include_num_input_tokens_seen=options.tokens,
         **(by_length() if options.grouped else {}),
-        fsdp=options.fsdp or None,
-        fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]} if options.fsdp else None,
+        **(sharded() if options.fsdp else {}),
     )
     tracker = Tracker(out)
     callbacks: list[TrainerCallback] = [model.kill, Stop(options.stop_at), Hold(), watch, tracker]
