@@ -224,6 +224,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             )
             self._leader = self._writes = writes
             self._skipped, self._met = SkippedHooks(), False
+            self.forget_checkpoint()
             before, job = self._training, self._next_training(self.lightning_module)
             self._resumption = Resumption(
                 self._trainer,
@@ -626,8 +627,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if (rows := later_rows()) is not None:
             rows.end(well=trainer is not None and not trainer.interrupted)
         if trainer is not None and trainer.state.fn == "fit" and not self._met:
-            passes = self._resumption is not None and self._resumption.passes_over
-            if self._resumption is not None and passes:
+            if passes := self._resumption is not None and self._resumption.passes_over:
                 sentence = self._resumption.passed_over()
                 if self.scope.group_rank == 0:
                     say("ft_lightning", sentence)

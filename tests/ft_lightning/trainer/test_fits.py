@@ -160,6 +160,23 @@ def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(
     assert bool(list(tmp_path.rglob("*.ckpt"))) == saves
 
 
+def test_a_fit_that_was_passed_over_leaves_no_step_behind_for_the_next_one(tmp_path: Path) -> None:
+    """One Trainer, which trains on: nobody lacks a state. The one that had loaded the end of the first fit was ahead, by
+    the steps that were agreements, and the others' first batch did not count."""
+    options: dict[str, Any] = {"devices": 2, "again": True}
+    with running(tmp_path, worker=WORKER, holds=["after:1"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "after:1")
+        os.kill(run.lines(1, "fits")[0]["pid"], signal.SIGKILL)
+        run.until(lambda: len(run.lines(1, "fits")) == 2, "the first fit to be passed over")
+        run.go("after:1")
+        run.wait(supervisor)
+        assert [run.events(name, "heal_start") for name in (0, 1)] == [0, 0]
+    mine, theirs = (results(run, name) for name in (0, 1))
+    assert theirs == [mine[0], *mine]
+
+
 KEEPS: dict[str, dict[str, Any]] = {
     "the newest": {},
     "the best": {"scores": [2.0, 3.0, 1.0, 4.0]},
