@@ -380,7 +380,9 @@ def is_known(logger: Any) -> bool:
 
 
 def adopt_log_places(trainer: Any, told: Sequence[Any]) -> None:
-    """Write to the leader's directories and runs; a process would choose, or begin, others."""
+    """Write to the leader's directories and runs; a process would choose, or begin, others. Checkpoints go along: a
+    callback that was set up for `trainer.validate` before the fit has its folder from that."""
+    folder = _checkpoint_folder(trainer)
     for logger, place in zip(trainer.loggers, told, strict=False):
         found = vars(logger)
         if found.get("_experiment") is not None or found.get("_initialized"):
@@ -389,6 +391,19 @@ def adopt_log_places(trainer: Any, told: Sequence[Any]) -> None:
             found[name] = place[name]
         if "_id" in place and isinstance(found.get("_wandb_init"), dict):
             found["_wandb_init"]["id"] = place["_id"]
+    for callback in getattr(trainer, "checkpoint_callbacks", ()):  # a Fabric has none
+        if folder and getattr(callback, "dirpath", None) == folder:
+            callback.dirpath = _checkpoint_folder(trainer)
+
+
+def _checkpoint_folder(trainer: Any) -> str:
+    """Where a ModelCheckpoint saves that was not told; "": it does not follow from a version of a directory."""
+    logger = next(iter(trainer.loggers), None)
+    if logger is None or not _has_version(logger):
+        return ""
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    root = trainer.default_root_dir if logger.save_dir is None else logger.save_dir
+    return os.path.join(root, str(logger.name), version, "checkpoints")
 
 
 def _has_version(logger: Any) -> bool:

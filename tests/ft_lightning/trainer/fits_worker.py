@@ -35,6 +35,7 @@ OPTIONS: dict[str, Any] = {
     "validates_each": 1.0,  # part of an epoch
     "saves": False,  # after each fit, to <log>/final.ckpt
     "validates": False,  # after each fit
+    "validates_first": False,  # before the first fit, at the end of which it may hold: "before"
     "logs": False,  # each step
     "told": False,  # waits at global step 5 until it is told to end
     "tests": False,  # the best checkpoint, after each fit
@@ -189,6 +190,9 @@ def main(options: dict[str, Any]) -> None:
         else:
             model.number = number
             trainer.fit_loop.max_epochs += options["epochs"]
+        if number == 1 and options["validates_first"]:
+            trainer.validate(model, data(-number), verbose=False)
+            files.at("before")
         loaders = (Growing(),) if options["grows"] else (data(number), data(-number))
         try:
             trainer.fit(model, *loaders, ckpt_path=options["ckpt_path"])

@@ -177,6 +177,37 @@ def test_a_fit_that_was_passed_over_leaves_no_step_behind_for_the_next_one(tmp_p
     assert theirs == [mine[0], *mine]
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_all_save_to_the_folder_of_the_one_that_has_validated_before_the_fit(
+    tmp_path: Path, lighthouse: str, dies: bool
+) -> None:
+    """Which has opened its logger, so that the others find its folder taken, and a callback keeps the folder that it
+    had then. They looked for the best checkpoint elsewhere. `dies`: in the second fit; its next life validates, too."""
+    options: dict[str, Any] = {
+        "validates_first": True,
+        "tests": True,
+        "scores": [4.0, 3.0, 2.0, 1.0],
+    }
+    options |= {"again": True, "holds": ["before", "step:2:10"]}
+    with running(tmp_path, lighthouse, worker=WORKER, **options) as run:
+        first = run.start(0)
+        run.until_held(0, "before")
+        second = run.start(1)
+        run.until_held(1, "before")
+        run.go("before")
+        for name in (0, 1):
+            run.until_held(name, "step:2:10")
+        if dies:
+            second.kill()
+            run.wait(second, code=-signal.SIGKILL)
+            second = run.start_again(1)
+        run.go("step:2:10")
+        run.wait(first, second)
+    mine, theirs = (results(run, name) for name in (0, 1))
+    assert theirs == ([mine[0], *mine] if dies else mine)
+    assert [path.name for path in tmp_path.glob("lightning_logs/*/checkpoints")] == ["checkpoints"]
+
+
 KEEPS: dict[str, dict[str, Any]] = {
     "the newest": {},
     "the best": {"scores": [2.0, 3.0, 1.0, 4.0]},
