@@ -121,7 +121,9 @@ def restore(
 
     `hooks(name)` calls the callbacks' and the module's hook of that name.
     """
-    epoch_before = epochs_done(trainer)
+    epoch_before, fit_loop = epochs_done(trainer), trainer.fit_loop
+    # Of a fit that is resumed within an epoch Lightning does not call the hook of its start.
+    has_begun_epoch = not fit_loop.restarted_mid_epoch
     checkpoint = state["checkpoint"]
     _adopt_directories(trainer, checkpoint.get("callbacks", {}))
     connector = trainer._checkpoint_connector
@@ -137,6 +139,7 @@ def restore(
     finally:
         connector._loaded_checkpoint = {}
     settle_counters(trainer)
+    fit_loop.reset_restart_stage()
     trainer.should_stop = state["should_stop"]
     adopt_log_places(trainer, state["logs"])
     trainer.strategy.take_rows(state["rows"])
@@ -149,9 +152,9 @@ def restore(
         trainer.global_step,
     )
     batches.reload(trainer, state["loaded_in"])
-    if epochs_done(trainer) != epoch_before:
+    if epochs_done(trainer) != epoch_before or not has_begun_epoch:
         # What was logged in the epoch that this group was in is not of this one.
-        trainer.fit_loop.epoch_loop._results.reset()
+        fit_loop.epoch_loop._results.reset()
         hooks("on_train_epoch_start")
         _put_back(trainer, state)
     batches.origin = Origin(*state["origin"])

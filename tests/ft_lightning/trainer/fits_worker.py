@@ -83,6 +83,9 @@ class Model(LightningModule):
         self.files.append("starts", weights=digest(self.net.state_dict()))
         self.files.at(f"begin:{self.number}:{self.files.life}")
 
+    def on_train_epoch_start(self) -> None:
+        self.files.append("epochs", epoch=self.current_epoch)
+
     def on_train_epoch_end(self) -> None:
         self.trainer.should_stop |= self.stops
 

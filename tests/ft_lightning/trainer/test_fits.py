@@ -20,6 +20,7 @@ from tests.harness.script import digest
 pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("fits_worker.py")
 ROOT = Path(__file__).resolve().parents[3]
+KINDS = ("epochs", "trained")
 
 
 def results(run: Run, name: int) -> list[dict[str, Any]]:
@@ -390,6 +391,31 @@ def test_it_comes_back_by_its_checkpoint_where_a_callback_has_replaced_the_sched
     (mine,), (theirs,) = run.lines(0, "fits"), run.lines(1, "fits")
     assert mine["digest"] == theirs["digest"]
     assert [line["step"] for line in run.lines(1, "trained") if line["pid"] == back.pid][-1] == 11
+
+
+def test_the_start_of_an_epoch_is_told_in_one_that_comes_back_by_a_checkpoint_from_within_it(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Lightning leaves that hook out in a fit that is resumed within an epoch. What callbacks set up there was missing
+    at the epoch's end: stochastic weight averaging had no scheduler, and the next epoch began with another rate."""
+    options: dict[str, Any] = {"fits": 1, "epochs": 4, "averages": True, "validates_each": 0.5}
+    with running(
+        tmp_path, coordinator.address(), worker=WORKER, holds=["step:1:10"], **options
+    ) as run:
+        first, second = run.start(0), run.start(1)
+        for name in (0, 1):
+            run.until_held(name, "step:1:10")
+        second.kill()
+        run.wait(second, code=-signal.SIGKILL)
+        run.until_gone(coordinator, "1")
+        back = run.start(1, FT_RESTARTS="1")
+        run.until_waiting(coordinator, "1", or_member=True)
+        run.go("step:1:10")
+        run.wait(first, back)
+    lines = {kind: [x for x in run.lines(1, kind) if x["pid"] == back.pid] for kind in KINDS}
+    assert [line["epoch"] for line in lines["epochs"]] == [2, 3]
+    assert [line["step"] for line in lines["trained"]] == [11, 12, 13, 14, 15]
+    assert results(run, 0) == results(run, 1)
 
 
 def test_weights_are_averaged_alike_in_one_that_comes_back_by_an_older_checkpoint(
