@@ -98,6 +98,20 @@ def _announcing(
     return methods
 
 
+def _asking(refuse: Callable[[], None]) -> Callable[[Any], dict[str, Any]]:
+    """A loop that calls `refuse()` before it looks whether it is to run at all."""
+
+    def methods(cls: Any) -> dict[str, Any]:
+        def skip(self: Any) -> bool:
+            refuse()
+            skips: bool = cls.skip.__get__(self)
+            return skips
+
+        return {"skip": property(skip)}
+
+    return methods
+
+
 class Batches:
     """The training data of one fit. `set_sampler_epoch(loader, epoch)` is Lightning's own."""
 
@@ -121,8 +135,10 @@ class Batches:
         self.has_streams = False
         """Whether a training loader has no sampler: then `mark` has something to note."""
 
-    def adopt_loader(self, loader: object) -> None:
-        """Make a training data loader's position choosable."""
+    def adopt_loader(self, loader: object, trainer: Any | None = None) -> None:
+        """Make a data loader's position choosable. `trainer`: which asks for it to train on."""
+        if trainer is not None and trainer.fit_loop not in self._adopted:
+            self.adopt(trainer.fit_loop, _asking(lambda: self._refuse_nothing(trainer)))
         sampler = self.index_sampler(loader)
         if sampler is None:
             self.has_streams = True
@@ -147,13 +163,22 @@ class Batches:
             self.adopt(fetcher, _announcing(before_it, lambda there: self._fetched(trainer, there)))
 
     def _fetched(self, trainer: Any, there: bool) -> None:
-        """Raises RuntimeError if this rank has no batch at all: its epochs would end at once, while its peers train,
-        and with its last one they would hear that the training is over."""
         if there or self._has_data:
             self._has_data = True
-            return
-        scope, resumed = trainer.strategy.scope, trainer.fit_loop.epoch_loop.restarting
-        if not resumed and scope.world_size > 1:  # one that has resumed may be at its epoch's end
+        elif not trainer.fit_loop.epoch_loop.restarting:  # else it may be at its epoch's end
+            self._refuse_no_data(trainer)
+
+    def _refuse_nothing(self, trainer: Any) -> None:
+        """The loaders are there, and have a length of 0 perhaps."""
+        if trainer.fit_loop.max_batches == 0:
+            self._refuse_no_data(trainer)
+
+    @staticmethod
+    def _refuse_no_data(trainer: Any) -> None:
+        """Raises RuntimeError if this rank is one of several: its epochs would end at once, while its peers train,
+        and with its last one they would hear that the training is over."""
+        scope = trainer.strategy.scope
+        if scope.world_size > 1:
             raise RuntimeError(
                 f"the training data of rank {scope.rank} has no batch, and each of the {scope.world_size} ranks "
                 "needs one for each step: divide the data so that each rank has a part of it"

@@ -32,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "ckpt_path": None,
     "averages": False,  # stochastic weight averaging, which replaces the schedulers on its way
     "checkpoints": True,
+    "has_data": True,  # to train on
     "validates_each": 1.0,  # part of an epoch
     "saves": False,  # after each fit, to <log>/final.ckpt
     "validates": False,  # after each fit
@@ -197,6 +198,8 @@ def main(options: dict[str, Any]) -> None:
             trainer.validate(model, data(-number), verbose=False)
             files.at("before")
         loaders = (Growing(),) if options["grows"] else (data(number), data(-number))
+        if not options["has_data"]:
+            loaders = (DataLoader(Subset(data(number).dataset, []), 4), data(-number))
         try:
             trainer.fit(model, *loaders, ckpt_path=options["ckpt_path"])
         except RuntimeError as error:

@@ -61,6 +61,16 @@ def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
         assert line["folds"] == [line["fit"]]
 
 
+def test_a_group_whose_training_data_has_length_0_ends_with_a_sentence(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Before it joins. It came to the end of its fit in silence."""
+    with running(tmp_path, lighthouse, worker=WORKER, has_data=False) as run:
+        run.wait(run.start(0), code=1)
+        assert "the training data of rank 0 has no batch, and each of the 2 ranks" in run.output()
+    assert run.lines(0, "fits") == []
+
+
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_fit_that_failed_and_is_called_again_is_the_same_training(
     tmp_path: Path, lighthouse: str, anew: bool
