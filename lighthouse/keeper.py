@@ -51,6 +51,7 @@ def keep_running(
     keeper = _Keeper(serve, on_listening, obey)
     for signum in obey:
         signal.signal(signum, keeper.stop)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, no exit code of a child is kept
     return keeper.run()
 
 

@@ -567,13 +567,18 @@ def die_with(parent_pid: int) -> None:
 def hear_endings(on_signal: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
     """Call `on_signal` for SIGINT, for SIGTERM, and with SIGTERM for SIGHUP (the terminal is closed); returns the
     handlers that they had. Not for one that this process was started to ignore (a shell starts commands in the
-    background with SIGINT ignored, nohup with SIGHUP): so were its children. Main thread."""
+    background with SIGINT ignored, nohup with SIGHUP): so were its children. Main thread.
+
+    SIGCHLD gets its default: how a child has ended is lost where it is ignored, or where a handler waits for
+    all children, and `Popen` would say 0."""
 
     def heard(number: int, frame: FrameType | None) -> None:
         on_signal(signal.SIGTERM if number == signal.SIGHUP else number, frame)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    return {n: signal.signal(n, heard) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    heeded = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+    before: dict[int, Any] = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
+    return before | {n: signal.signal(n, heard) for n in heeded}
 
 
 def _restore(handlers: Mapping[int, Any]) -> None:

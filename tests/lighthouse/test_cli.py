@@ -34,9 +34,11 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def lighthouse(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """(process, address) of a running command."""
+def lighthouse(*options: str, ignored: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """(process, address) of a running command. `ignored`: a signal."""
     command = [sys.executable, "-m", "lighthouse", "--bind", "tcp://127.0.0.1:0", *options]
+    if ignored:
+        command = ["env", f"--ignore-signal={ignored}", *command]
     with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -76,11 +78,14 @@ def other_thread(process: int, signum: signal.Signals) -> int:
     raise AssertionError("all threads but the first block it")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGABRT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("signum", "ignored"),
+    [(signal.SIGABRT, ""), (signal.SIGKILL, ""), (signal.SIGKILL, "CHLD")],
+)
 def test_a_process_that_is_ended_is_started_again_at_its_address(
-    context: zmq.Context[Any], signum: signal.Signals
+    context: zmq.Context[Any], signum: signal.Signals, ignored: str
 ) -> None:
-    with lighthouse("--expected-replicas", "1") as (process, address):
+    with lighthouse("--expected-replicas", "1", ignored=ignored) as (process, address):
         (first,) = children_of(process.pid)
         os.kill(first, signum)
         until(lambda: children_of(process.pid) not in ([], [first]))

@@ -359,7 +359,7 @@ def start(
     command = [sys.executable, "parent.py", str(tmp_path / "child.py"), str(tmp_path), told]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     if ignored:
-        command = ["sh", "-c", f"trap '' {ignored:d}; exec \"$@\"", "sh", *command]
+        command = ["env", f"--ignore-signal={ignored:d}", *command]
     return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE)
 
 
@@ -392,7 +392,8 @@ def test_the_others_do_not_wait_for_a_child_that_is_given_up(tmp_path: Path) -> 
     context.term()
 
 
-def test_killed_child_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ignored", [None, signal.SIGCHLD])
+def test_killed_child_comes_back(tmp_path: Path, ignored: Any) -> None:
     # Each waits until the other's second life has begun, or its own has.
     parent = start(
         tmp_path,
@@ -400,6 +401,7 @@ def test_killed_child_comes_back(tmp_path: Path) -> None:
         while not (log / "1.1").exists():
             time.sleep(0.02)
         """,
+        ignored=ignored,
     )
     pid_in(tmp_path / "0.0")
     os.kill(pid_in(tmp_path / "1.0"), signal.SIGKILL)

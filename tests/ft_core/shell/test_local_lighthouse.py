@@ -14,7 +14,7 @@ import pytest
 from ft_core.launch.rank_group import free_port
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
-from ft_core.shell import session
+from ft_core.shell import local_lighthouse, session
 from ft_core.shell.local_lighthouse import ensure_local_lighthouse
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseUnavailable
@@ -134,6 +134,22 @@ def test_a_port_in_other_use_is_said_so(port: int) -> None:
         other.listen()
         with pytest.raises(LighthouseUnavailable, match="something listens"):
             ensure_local_lighthouse(port)
+
+
+@pytest.mark.process
+def test_why_it_does_not_start_is_told_where_the_script_ignores_its_children(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_lighthouse, "_answers", lambda address: False)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+            other.listen()
+            with pytest.raises(LighthouseUnavailable, match="did not start .* stop what"):
+                ensure_local_lighthouse(port)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_one_that_ends_before_it_is_used_is_started_again(
