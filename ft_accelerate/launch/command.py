@@ -1,10 +1,4 @@
-"""`ft-accelerate`: Accelerate's own commands, with fault tolerance whether installed or not.
-
-ft-accelerate config     asks Accelerate's questions and ours, or adds ours to a config file
-ft-accelerate launch     `accelerate launch`, fault-tolerant unless the config says no
-ft-accelerate env        what a bug report needs
-ft-accelerate test       trains in replica groups, kills one, compares the weights
-"""
+"""`ft-accelerate`: Accelerate's own commands, with fault tolerance whether installed or not."""
 
 from __future__ import annotations
 
@@ -30,8 +24,12 @@ from ft_accelerate.options import (
     read_section,
 )
 
-USAGE = f"""usage: ft-accelerate <command> [<args>]
-{(__doc__ or "").split(chr(10), 2)[2]}
+USAGE = """usage: ft-accelerate <command> [<args>]
+ft-accelerate config     asks Accelerate's questions and ours, or adds ours to a config file
+ft-accelerate launch     `accelerate launch`, fault-tolerant unless the config says no
+ft-accelerate env        what a bug report needs
+ft-accelerate test       trains in replica groups, kills one, compares the weights
+
 `ft-accelerate <command> --help` tells more."""
 HARDWARE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("num_processes", {"type": int, "help": "The total number of processes, over all machines."}),

@@ -91,6 +91,16 @@ def test_env_tells_what_a_report_needs(
 
 
 @pytest.mark.process
+def test_it_needs_no_docstrings() -> None:
+    """`python -OO` has none: the command ended with an IndexError."""
+    done = subprocess.run(
+        [sys.executable, "-OO", *FT[1:]], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stdout.rstrip() == cli.USAGE
+    assert "ft-accelerate config     asks" in cli.USAGE
+
+
+@pytest.mark.process
 def test_the_self_test_kills_heals_and_compares(tmp_path: Path) -> None:
     done = workers.run("accelerate", [*FT[1:], "test"], env=installed(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
