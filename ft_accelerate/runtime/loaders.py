@@ -229,7 +229,8 @@ def _later(batches: Iterator[Any], skip: int) -> Iterator[Any]:
 
 def skip_batches(original: Original, sampler: Any) -> Iterator[Any]:
     """`BatchSamplerShard.__iter__`: leaves out as many batches as `_ft_skip` says, once."""
-    return islice(original(sampler), sampler.__dict__.pop("_ft_skip", 0), None)
+    # Not before the first batch is asked for: a loader with workers makes two iterators, and uses the second.
+    yield from islice(original(sampler), sampler.__dict__.pop("_ft_skip", 0), None)
 
 
 def _take_resumed(loader: Any) -> _LoaderState:

@@ -168,7 +168,7 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
 
 
 class _PlacedSampler:
-    """A (batch) sampler whose next iteration leaves out the first items, or gives `chosen` ones: index
+    """A (batch) sampler whose iterations leave out the first items, or give `chosen` ones: index
     arithmetic only."""
 
     def __init__(self, sampler: Any) -> None:
@@ -176,12 +176,14 @@ class _PlacedSampler:
         self.chosen: list[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        skip, chosen = self.skip, self.chosen
-        self.skip, self.chosen = 0, None
-        return islice(iter(self._sampler), skip, None) if chosen is None else iter(chosen)
+        # Forgets nothing: a loader with workers makes two iterators, and uses the second.
+        if self.chosen is None:
+            return islice(iter(self._sampler), self.skip, None)
+        return iter(self.chosen)
 
     def begin_at(self, place: LoaderPlace) -> None:
-        """The next iteration begins there."""
+        """Iterations begin there."""
+        self.skip, self.chosen = 0, None
         origin = place.origin.of(place.epoch)
         if origin == Origin(place.epoch):
             self.skip = place.batch

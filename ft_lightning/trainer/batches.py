@@ -66,11 +66,15 @@ def _placing(cls: Any) -> dict[str, Any]:
     def __iter__(self: Any) -> Iterator[Any]:
         if self._ft_chosen is not None:
             return iter(self._ft_chosen)
-        skip, self._ft_skip = self._ft_skip, 0
-        # Read now, skipped at the first `next`: loaders make an iterator long before they use it.
-        return islice(cls.__iter__(self), skip, None)
+        return _later(self, cls.__iter__(self))
 
     return {"__iter__": __iter__, "_ft_skip": 0, "_ft_chosen": None}
+
+
+def _later(sampler: Any, items: Iterator[Any]) -> Iterator[Any]:
+    # Not before the first item is asked for: a loader with workers makes two iterators, and uses the second.
+    skip, sampler._ft_skip = sampler._ft_skip, 0
+    yield from islice(items, skip, None)
 
 
 def _announcing(
@@ -260,6 +264,10 @@ class Batches:
         fetcher.fetched += done
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
+        for sampler in (
+            self._samplers if fetcher.done else ()
+        ):  # this epoch asks for none: not the next's
+            sampler._ft_skip = 0
 
     @staticmethod
     def loaded_in(trainer: Any) -> float:

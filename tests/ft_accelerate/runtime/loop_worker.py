@@ -53,6 +53,7 @@ OPTIONS: dict[str, Any] = {
     "seedable": False,
     # of a sampler that is no `RandomSampler`: "torch" has none, and draws from torch's; "own"
     "generator": "",
+    "workers": 0,  # of the loaders
     "prepare_data": True,
     "losses": [],  # of the evaluations: the best is saved, and after two worse ones the loop ends
     "grows": 0,  # the epoch in which the optimizer gets the first layer, as a group of its own; 0: it has it
@@ -152,7 +153,11 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
     if options["generator"]:
         own = torch.Generator().manual_seed(5) if options["generator"] == "own" else None
         order = SubsetRandomSampler(range(len(train)), own)
-    return DataLoader(train, options["batch_size"], sampler=order), DataLoader(test, 8)
+    workers = options["workers"]
+    return (
+        DataLoader(train, options["batch_size"], sampler=order, num_workers=workers),
+        DataLoader(test, 8, num_workers=workers),
+    )
 
 
 class LoopLog(Log):

@@ -107,9 +107,9 @@ def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: 
         assert run.evaluations(index) == plain.evaluations(index)
 
 
-@pytest.mark.parametrize("generator", ["torch", "own"])
+@pytest.mark.parametrize(("generator", "workers"), [("torch", 0), ("own", 0), ("torch", 1)])
 def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
-    tmp_path: Path, lighthouse: str, generator: str
+    tmp_path: Path, lighthouse: str, generator: str, workers: int
 ) -> None:
     """A loop over `ft_accelerate.epochs`: what it logs before it has come to its peers is one epoch's end.
 
@@ -124,6 +124,7 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
         "told": True,
         "seedable": True,
         "generator": generator,
+        "workers": workers,
     }
     with running(tmp_path, lighthouse, holds=holds, **options) as run:
         zero, one = run.start(0), run.start(1)

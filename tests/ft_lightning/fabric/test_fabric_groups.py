@@ -650,14 +650,17 @@ def test_what_was_frozen_at_setup_and_is_trained_later_is_refused(two: Groups) -
 SAMPLES = 48
 
 
-def part_of_a_run(path: Path, end: int, **options: Any) -> Callable[[Any, int], Any]:
+def part_of_a_run(
+    path: Path, end: int, workers: int = 0, **options: Any
+) -> Callable[[Any, int], Any]:
     """From what was saved there to step `end`, where it is saved again; the samples of the second epoch
     that were read."""
 
     def body(fabric: Any, index: int) -> Any:
         model, optimizer = linear(fabric)
         data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
-        loader = fabric.setup_dataloaders(DataLoader(data, 2, shuffle=True), **options)
+        plain = DataLoader(data, 2, shuffle=True, num_workers=workers)
+        loader = fabric.setup_dataloaders(plain, **options)
         state = {"model": model, "optimizer": optimizer, "progress": fabric.strategy.progress}
         if path.exists():
             fabric.load(path, state)
@@ -676,14 +679,15 @@ def part_of_a_run(path: Path, end: int, **options: Any) -> Callable[[Any, int], 
     return body
 
 
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_resume_within_an_epoch_goes_on_with_the_samples_that_are_left(
-    two: Groups, tmp_path: Path
+    two: Groups, tmp_path: Path, workers: int
 ) -> None:
     """Two groups save after 5 of 12 batches of the second epoch, three go on for 3 batches, one has the rest."""
     path = tmp_path / "state.ckpt"
-    parts = two.run(part_of_a_run(path, 17))
-    parts += Groups(two.options["lighthouse"], 3).run(part_of_a_run(path, 20))
-    parts += Groups(two.options["lighthouse"], 1).run(part_of_a_run(path, 0))
+    parts = two.run(part_of_a_run(path, 17, workers))
+    parts += Groups(two.options["lighthouse"], 3).run(part_of_a_run(path, 20, workers))
+    parts += Groups(two.options["lighthouse"], 1).run(part_of_a_run(path, 0, workers))
     assert [len(part) for part in parts] == [10, 10, 6, 6, 6, 10]
     assert {sample for part in parts for sample in part} == set(range(SAMPLES))
 

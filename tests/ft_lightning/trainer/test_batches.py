@@ -23,10 +23,10 @@ BATCHES = (7, 3)
 """Of the two loaders in an epoch."""
 
 
-def epoch(mode: str) -> Any:
+def epoch(mode: str, **workers: Any) -> Any:
     """A fit loop before an epoch's first batch."""
     loaders = [
-        DataLoader([f"{name}{i}" for i in range(n)], 1)
+        DataLoader([f"{name}{i}" for i in range(n)], 1, **workers)
         for name, n in zip("ab", BATCHES, strict=True)
     ]
     fetcher = _PrefetchDataFetcher()
@@ -55,8 +55,18 @@ def rest(fit_loop: Any) -> list[Any]:
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
 @pytest.mark.parametrize("done", [1, 2, 3, 5, 6])
 def test_several_loaders_go_on_where_a_peers_are(mode: str, done: int) -> None:
+    goes_on_where_a_peer_is(mode, done)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loaders_with_workers_go_on_where_a_peers_are(persistent: bool) -> None:
+    """They began anew: the iterator that left out the first batches was the one that such a loader does not use."""
+    goes_on_where_a_peer_is("max_size", 2, num_workers=1, persistent_workers=persistent)
+
+
+def goes_on_where_a_peer_is(mode: str, done: int, **workers: Any) -> None:
     whole = rest(epoch(mode))
-    fit_loop = epoch(mode)
+    fit_loop = epoch(mode, **workers)
     batches = Batches(lambda loader, number: None)
     for loader in fit_loop._combined_loader.flattened:
         batches.adopt_loader(loader)
@@ -64,6 +74,8 @@ def test_several_loaders_go_on_where_a_peers_are(mode: str, done: int) -> None:
     if done < len(whole):
         batches.jump(SimpleNamespace(fit_loop=fit_loop))
         assert rest(fit_loop) == whole[done:]
+        iter(fit_loop._data_fetcher)
+        assert rest(fit_loop) == whole, "the next epoch"
 
 
 def _is_locked(subject: str) -> bool:
