@@ -587,6 +587,13 @@ def _restore(handlers: Mapping[int, Any]) -> None:
 
 
 def _wait(index: int, process: subprocess.Popen[bytes], events: queue.SimpleQueue[_Event]) -> None:
+    """With a process that dies of a signal goes what it has started in its process group: a loader's workers that
+    are forked by a server (`forkserver`) do not see their parent's death, and keep their memory."""
+    # Not reaped yet, so that its number is no other group's. Where another thread was first, `_kill` has seen to it.
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        if ended is not None and ended.si_code != os.CLD_EXITED:
+            os.killpg(process.pid, signal.SIGKILL)
     events.put(_Ended(index, process.wait()))
 
 

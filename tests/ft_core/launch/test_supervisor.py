@@ -410,6 +410,27 @@ def test_killed_child_comes_back(tmp_path: Path, ignored: Any) -> None:
     assert not (tmp_path / "0.1").exists()
 
 
+def test_what_a_killed_child_has_started_dies_with_it(tmp_path: Path) -> None:
+    """A loader's worker under `forkserver`, say: it lived on, in each life one more, when the job was over."""
+    parent = start(
+        tmp_path,
+        """
+        if index == "1" and restarts == 0:
+            if os.fork():
+                time.sleep(3600)
+            (log / "worker").write_text(str(os.getpid()))
+            time.sleep(3600)
+        while not (log / "1.1").exists():
+            time.sleep(0.02)
+        """,
+    )
+    worker = pid_in(tmp_path / "worker")
+    os.kill(pid_in(tmp_path / "1.0"), signal.SIGKILL)
+    await_gone(worker)
+    assert parent.wait(PATIENCE_S) == 0
+    parent.communicate()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_are_passed_on(tmp_path: Path, number: Any) -> None:
     # Not one long sleep: a signal that comes just before that begins does not interrupt it.
