@@ -264,10 +264,9 @@ class Batches:
         fetcher.fetched += done
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
-        for sampler in (
-            self._samplers if fetcher.done else ()
-        ):  # this epoch asks for none: not the next's
-            sampler._ft_skip = 0
+        if fetcher.done:  # this epoch asks for no item, and the next one begins at its first
+            for sampler in self._samplers:
+                sampler._ft_skip = 0
 
     @staticmethod
     def loaded_in(trainer: Any) -> float:
