@@ -254,6 +254,12 @@ EXPELLED = "expelled: "
 """At the start of a remark's text: the others have gone on without this rank."""
 DISCARDS_STATE = "this replica group discards its state, and heals"
 """In the text of a remark: the state is not that of the peers."""
+MAX_HEALS = 3
+"""A state that is not that of the peers again after so many heals, without a commit, will never be."""
+DIFFERS_AGAIN = (
+    f"again after {MAX_HEALS} heals: this process makes something else of its peers' state (a callback or a hook "
+    "that changes parameters when they are loaded, or has not seen what came before)"
+)
 
 
 @dataclass(frozen=True, slots=True)

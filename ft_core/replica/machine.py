@@ -92,6 +92,7 @@ class Replica:
         self._begun = 0  # attempts, all in all
         self._spent_in_group = messages.ONE_RANK  # of them, by any rank of its group
         self._left = 0  # how often
+        self._differed = 0  # how often its state was not that of its peers, since its last commit
         self._heal_in_step = self._overwriting = False
         self._fetching: events.FetchState | None = None
         self._fetched: tuple[int, str] | None = None
@@ -527,7 +528,12 @@ class Replica:
         if not self._concerns(message):
             return []
         if message.differs and not self.lineage.startswith(TORN):
-            return self._discard_state(message.reason, now)
+            self._differed += 1
+            if self._differed <= events.MAX_HEALS:
+                return self._discard_state(message.reason, now)
+            why = f"{message.reason}, {events.DIFFERS_AGAIN}"
+            refused = messages.Refused(self._template.job, why)
+            return [*self._rejoin(why, None, diverged=True), *self._on_refused(refused, now)]
         if message.differs:  # what it has fetched, or fetches now
             self._fetching = self._fetched = None
         if self.stage not in (Stage.WAITING, Stage.MEMBER):
@@ -727,7 +733,7 @@ class Replica:
 
     def _advance(self, view: View) -> None:
         """The step of `view` is committed: move on under the same quorum."""
-        self.view = new = view.after_commit()
+        self.view, self._differed = (new := view.after_commit()), 0
         self.step, self.lineage, self.origin = new.step, new.lineage, (new.genesis, new.held)
 
     def _close(self, outcome: Outcome) -> None:

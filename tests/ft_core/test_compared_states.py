@@ -212,6 +212,42 @@ def test_a_heal_that_does_not_restore_all_is_compared_at_once(part: str) -> None
         assert any("new: its parameters at step" in reason for reason in old.reasons)
 
 
+@either_quorum
+def test_one_that_never_restores_all_is_refused(asynchronous: bool) -> None:
+    """It would heal for ever, and each time the others discard a step."""
+    with lighthouse() as server:
+        old, new = (
+            Trainer(server, name, 1, use_async_quorum=asynchronous) for name in ("old", "new")
+        )
+        over, running = threading.Event(), threading.Event()
+        complete = new.load
+
+        def load(state: Any) -> None:
+            complete(state)
+            new.net[2].weight.data.add_(1.0)
+
+        new.manager.set_state_dict_fns(load, new.save)
+
+        def serve() -> None:
+            old.run_to(3)
+            running.set()
+            while not over.is_set():
+                old.step()
+            old.run_to(old.manager.current_step() + 3)
+            old.manager.shutdown()
+
+        def heal() -> None:
+            running.wait()
+            with pytest.raises(JoinRefused, match="new: its parameters .* again after 3 heals"):
+                new.run_to(10**9)
+            over.set()
+            new.manager.shutdown()
+
+        replicas(serve, heal)
+        assert new.heals == 4
+        assert old.heals == 0
+
+
 def test_comparing_can_be_switched_off() -> None:
     with lighthouse(all_join=True) as server:
         a, b = members = [Trainer(server, name, 2, compare_steps=0) for name in "ab"]
