@@ -382,7 +382,8 @@ def is_known(logger: Any) -> bool:
 def adopt_log_places(trainer: Any, told: Sequence[Any]) -> None:
     """Write to the leader's directories and runs; a process would choose, or begin, others. Checkpoints go along: a
     callback that was set up for `trainer.validate` before the fit has its folder from that."""
-    folder = _checkpoint_folder(trainer)
+    callbacks = getattr(trainer, "checkpoint_callbacks", ())  # a Fabric has none
+    folder = _checkpoint_folder(trainer) if callbacks else ""
     for logger, place in zip(trainer.loggers, told, strict=False):
         found = vars(logger)
         if found.get("_experiment") is not None or found.get("_initialized"):
@@ -391,7 +392,7 @@ def adopt_log_places(trainer: Any, told: Sequence[Any]) -> None:
             found[name] = place[name]
         if "_id" in place and isinstance(found.get("_wandb_init"), dict):
             found["_wandb_init"]["id"] = place["_id"]
-    for callback in getattr(trainer, "checkpoint_callbacks", ()):  # a Fabric has none
+    for callback in callbacks:
         if folder and getattr(callback, "dirpath", None) == folder:
             callback.dirpath = _checkpoint_folder(trainer)
 
