@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -43,6 +45,9 @@ through: enough for its variables to exist."""
 _later_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 """Prepared in mid-training."""
 
+_passed: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Over which this process has begun a pass."""
+
 _first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Of each loader that was fast-forwarded."""
 
@@ -66,6 +71,8 @@ class _Pass:
         self._runtime, self._original, self._loader = runtime, original, loader
         if runtime.prepared.training:
             refuse_uneven(loader)
+        self._is_first = loader not in _passed
+        _passed.add(loader)
         self._draws_from_torch = draws_from_torch(loader)
         self._generator = (
             torch.default_generator if self._draws_from_torch else generator_of(loader)
@@ -143,6 +150,7 @@ class _Pass:
             self._take_order_of_main()
         if is_stateful(loader):
             return self._start_stateful()
+        self._draw_as_peers()
         skip = iteration.yielded - iteration.left_out
         sampler = index_sampler(loader)
         if skip and sampler is None:
@@ -152,6 +160,21 @@ class _Pass:
         if own is None or torch.equal(own, iteration.generator_state):
             return self._original(loader)
         return _drawn(self._original(loader), own)
+
+    def _draw_as_peers(self) -> None:
+        """Torch draws a number when it makes a loader's iterator: for persistent workers once, in the first pass."""
+        base, sampler = self._loader.base_dataloader, index_sampler(self._loader)
+        if sampler is None or not base.persistent_workers:
+            return
+        if self._is_first:
+            base._iterator = None
+        elif base._iterator is None:  # that pass was fast-forwarded
+            drawn = [g for g in (self._generator, base.generator, torch.default_generator) if g]
+            states = [generator.get_state() for generator in drawn]
+            sampler._ft_skip = sys.maxsize  # it loads nothing
+            iter(base)
+            for generator, state in zip(drawn, states, strict=True):
+                generator.set_state(state)
 
     def _start_stateful(self) -> Iterator[Any]:
         """Move the loader itself to its position, so that its own state tells that position."""
@@ -190,9 +213,13 @@ class _Pass:
         loader, generator = self._loader, self._generator
         if loader not in _first_batches:
             before = None if generator is None else generator.get_state()
-            batch = next(iter(loader.base_dataloader))
             if is_stateful(loader):
+                batch = next(iter(loader.base_dataloader))
                 loader.base_dataloader.load_state_dict({})  # forget it
+            else:
+                alone = copy.copy(loader.base_dataloader)
+                alone._iterator = None  # its workers go with it
+                batch = next(iter(alone))
             if generator is not None and before is not None:
                 generator.set_state(before)
             if loader.device is not None:

@@ -54,6 +54,7 @@ OPTIONS: dict[str, Any] = {
     # of a sampler that is no `RandomSampler`: "torch" has none, and draws from torch's; "own"
     "generator": "",
     "workers": 0,  # of the loaders
+    "persistent": False,  # workers, seeded from the sampler's generator
     "prepare_data": True,
     "losses": [],  # of the evaluations: the best is saved, and after two worse ones the loop ends
     "grows": 0,  # the epoch in which the optimizer gets the first layer, as a group of its own; 0: it has it
@@ -150,13 +151,15 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
     few = options["evaluated"]
     test = TensorDataset(images[:few], labels[:few])
     order: Any = RandomSampler(train)
+    own = None
     if options["generator"]:
         own = torch.Generator().manual_seed(5) if options["generator"] == "own" else None
         order = SubsetRandomSampler(range(len(train)), own)
-    workers = options["workers"]
+    workers = {"num_workers": options["workers"]}
+    more = {"persistent_workers": True, "generator": own} if options["persistent"] else {}
     return (
-        DataLoader(train, options["batch_size"], sampler=order, num_workers=workers),
-        DataLoader(test, 8, num_workers=workers),
+        DataLoader(train, options["batch_size"], sampler=order, **workers, **more),
+        DataLoader(test, 8, **workers),
     )
 
 

@@ -155,6 +155,26 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     assert len(run.evaluations(1, live=False)) < 3  # which were before its last return
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["range", "epochs"])
+def test_a_loader_whose_workers_stay_draws_as_its_peers_do(
+    tmp_path: Path, lighthouse: str, told: bool
+) -> None:
+    """`DataLoader(shuffle=True, generator=g, persistent_workers=True)`: in its first pass only, torch draws the
+    workers' seed from `g`. One that came back drew it in another pass, or not at all."""
+    options = {"epochs": 3, "step_delay_s": 0.01, "told": told, "generator": "own"}
+    holds = ["step-8", "step-28"]
+    with running(tmp_path, lighthouse, holds=holds, workers=1, persistent=True, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="step-8", of=0)
+        zero = run.killed_and_back(zero, 0, hold="step-28", of=1)
+        run.wait(zero, one)
+    lines = [run.lines(i) for i in (0, 1)]
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    for epoch in range(3):
+        seen = [x for replica in lines for x in samples_of(replica, epoch)]
+        assert len(seen) == len(set(seen)), epoch
+
+
 def test_a_loop_whose_loader_is_not_prepared_is_led_to_its_peers(
     tmp_path: Path, lighthouse: str
 ) -> None:
