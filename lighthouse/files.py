@@ -1,4 +1,4 @@
-"""Files that several processes share: one that is replaced whole, and a lock for one machine."""
+"""Files that several processes share: one that is replaced whole, and a lock for one machine; and standard streams."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,3 +123,19 @@ def machine_lock(purpose: str, subject: str) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def hold_standard_streams() -> None:
+    """Open /dev/null for each of the descriptors 0 to 2 that is closed; processes that are started from
+    here have all three. Idempotent; call it before others are opened.
+
+    Else the next file or socket gets such a number, and what libraries write to stderr goes there.
+    """
+    for number in range(3):
+        try:
+            os.set_inheritable(number, True)  # of a library, which has put /dev/null there
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from lighthouse.files import hold_standard_streams
+
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 STEADY_S = 10.0
@@ -48,6 +50,7 @@ def keep_running(
     has no other thread. The signals in `obey` tell it to stop from then on; a child begins with
     their defaults.
     """
+    hold_standard_streams()
     keeper = _Keeper(serve, on_listening, obey)
     for signum in obey:
         signal.signal(signum, keeper.stop)

@@ -33,6 +33,7 @@ from ft_core.environment import SHARED_JOB, ReplicaEnv, new_job_id, slurm_job_id
 from ft_core.launch import rank_group
 from ft_core.launch.supervisor import say, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
+from lighthouse.files import hold_standard_streams
 
 SPEAKER = "ft_accelerate"
 DEFAULT_LIGHTHOUSE_PORT = 29510
@@ -314,6 +315,7 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
     `command`: the script's, without a launcher. `env`: as Accelerate's launcher prepared it.
     Raises ValueError before anything starts.
     """
+    hold_standard_streams()
     made = plan(args, env)
     on_cpu = uses("CPU", env) or bool(getattr(args, "use_cpu", False))
     devices = [] if on_cpu else visible_devices(env)

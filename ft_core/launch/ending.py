@@ -77,7 +77,8 @@ def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -
     do on its way out, which could change the exit code."""
     if why:
         say(whose, why, stream)
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     os._exit(code)
 
 

@@ -43,6 +43,7 @@ from ft_core.launch.restarts import (
     RestartPolicy,
 )
 from ft_core.launch.warm.starter import WarmStarter
+from lighthouse.files import hold_standard_streams
 from lighthouse.waits import Overdue
 
 STOP_TIMEOUT_S = 30.0
@@ -364,6 +365,7 @@ def supervise(
             children begin when all have died; 0: there is none.
         keep_state_dir: where it writes that, too, for a supervisor that is started again; "": nowhere.
     """
+    hold_standard_streams()
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     board = Board(count, whole=not elsewhere, told=kept_files.environment(keep_state_dir))
     children = [Child(i, first + i) for i in range(count)]
@@ -638,8 +640,10 @@ def _how(exit_code: int, hung: bool) -> str:
 
 
 def say(speaker: str, text: str, stream: TextIO | None = None) -> None:
-    """A line for the person who has started this. `stream`: None: stderr. Any thread."""
+    """A line for the person who has started this. `stream`: None: stderr, if there is one. Any thread."""
     stream = stream or sys.stderr
+    if stream is None:  # closed when this process was started
+        return
     # In one piece also with PYTHONUNBUFFERED, beside the lines of other processes: `print` writes two.
     stream.write(f"{speaker}: {text}\n")
     stream.flush()

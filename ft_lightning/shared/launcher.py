@@ -25,6 +25,7 @@ from ft_core.launch.warm.starter import warm_starts
 from ft_lightning.shared import registration
 from ft_lightning.shared.launch_env import child_environment, renew_rank
 from ft_lightning.shared.topology import Scope
+from lighthouse.files import hold_standard_streams
 
 through_main = False
 """Whether this process was started by `python -m ft_lightning`: then children are, too."""
@@ -67,6 +68,7 @@ class SupervisorLauncher:
         """
         if trainer is not None:
             self._refuse(trainer)
+        hold_standard_streams()
         scope = self._scope
         elsewhere = scope.num_groups - scope.supervised
         job_id = scope.job_id if elsewhere else new_job_id()

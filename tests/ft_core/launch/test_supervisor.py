@@ -410,6 +410,27 @@ def test_killed_child_comes_back(tmp_path: Path, ignored: Any) -> None:
     assert not (tmp_path / "0.1").exists()
 
 
+def test_standard_streams_that_are_closed_are_no_files_of_ours(tmp_path: Path) -> None:
+    """In a child descriptor 2 was the board's file: what a library writes to stderr went into that."""
+    (tmp_path / "child.py").write_text(
+        CHILD
+        + """
+while index == "0" and not (log / "1.1").exists():
+    time.sleep(0.02)
+if (index, restarts) == ("1", 0):
+    os._exit(1)  # the supervisor has something to say
+(log / f"streams{index}").write_text(str([os.readlink(f"/proc/self/fd/{n}") for n in range(3)]))
+"""
+    )
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, "parent.py", str(tmp_path / "child.py"), str(tmp_path), ""]
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(shell, env=env, cwd=tmp_path, timeout=PATIENCE_S).returncode == 0
+    for index in (0, 1):
+        assert (tmp_path / f"streams{index}").read_text() == str(["/dev/null"] * 3)
+
+
 def test_what_a_killed_child_has_started_dies_with_it(tmp_path: Path) -> None:
     """A loader's worker under `forkserver`, say: it lived on, in each life one more, when the job was over."""
     parent = start(
