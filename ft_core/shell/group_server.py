@@ -298,6 +298,12 @@ def _in_group(timeouts: Timeouts) -> Timeouts:
 # ---------------------------------------------------------------- the rendezvous
 
 
+_LEFT_OVER = (
+    ". WORLD_SIZE, RANK and MASTER_ADDR of the environment say that there are so many: unset them if they are "
+    "left over from another job"
+)
+
+
 class GroupRendezvous:
     """The place in the replica group's own store where the ranks of one manager meet.
 
@@ -345,7 +351,7 @@ class GroupRendezvous:
                 self.close()  # it is gone: the next call looks for it again
             raise QuorumUnavailable(
                 f"no quorum within {limit_s:g} s: not all {self._size} ranks of replica group "
-                f"{self._options.name} are here ({error})"
+                f"{self._options.name} are here ({error}){_LEFT_OVER * ('WORLD_SIZE' in os.environ)}"
             ) from error
         if not all(lineage.startswith(INITIAL) for lineage in each) or not each:
             return mine

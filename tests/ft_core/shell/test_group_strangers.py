@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import zmq
 
+from ft_core.config import JobOptions
+from ft_core.errors import QuorumUnavailable
+from ft_core.launch.rank_group import free_port
 from ft_core.replica.group_leader import peer_of
-from ft_core.shell.group_server import GroupLink, GroupServer, Leader
+from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer, Leader
 from lighthouse.config import MOST_STRANGERS, LighthouseConfig, split_address
 from lighthouse.server import LighthouseServer
 from lighthouse.wire.messages import JobKey, Join, Leave, Quorum, Waiting
@@ -113,3 +116,15 @@ def test_a_rank_without_the_groups_secret_is_not_heard(
     for link in (*links, forged):
         link.close()
     assert peer_of(1) == b"rank-1"
+
+
+def test_ranks_that_do_not_come_may_be_those_of_another_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """WORLD_SIZE is in the environment of a shell in which torchrun has run, say."""
+    for name, value in {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    options = JobOptions.resolve(lighthouse="tcp://127.0.0.1:1")
+    with pytest.raises(QuorumUnavailable, match="not all 8 ranks.* left over from another job"):
+        GroupRendezvous(options).meet("lineage", 0.5)
