@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
-import os
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -63,8 +60,6 @@ HANG_TIMEOUTS = 10
 """A loop that was evicted has this many timeouts to come back. Then a supervisor ends it."""
 LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""
-DESCRIPTORS = 38
-"""With fewer, two replica groups of one rank make no step over Gloo. More ranks need more."""
 
 
 class Session:
@@ -95,8 +90,7 @@ class Session:
         into: Callable[[], Any],
         waited_s: Callable[[float], float],
     ) -> None:
-        _check_descriptors()
-        self.room_id, self._rendezvous = room_id, rendezvous
+        self.room_id = room_id
         self._options, self._telemetry, self._waited_s = options, telemetry, waited_s
         self.lighthouse = options.lighthouse or _local_lighthouse()
         self._closed = self.hangs = self._told_of_silence = False
@@ -105,6 +99,7 @@ class Session:
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
         self._context = zmq.Context()
         self._group: GroupServer | None = None
+        self._rendezvous = rendezvous
         try:
             link, replica_id, identity = self._connect(host, replica_id)
         except BaseException:
@@ -373,22 +368,6 @@ class Session:
 def schema_digest(schema: str) -> str:
     """Of what all members must have alike."""
     return hashlib.blake2b(schema.encode(), digest_size=8).hexdigest()
-
-
-def _check_descriptors() -> None:
-    """Raise OSError if this process may not open as many files as two replica groups of one rank need. Gloo's
-    errors say something else, and each quorum would fail anew, for ever."""
-    try:
-        open_ = len(os.listdir("/proc/self/fd"))
-    except OSError:  # not Linux
-        return
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY and limit < open_ + DESCRIPTORS:
-        raise OSError(
-            errno.EMFILE,
-            f"this process may have {limit} open files, and has {open_}: it needs {DESCRIPTORS} more at least. "
-            "Raise the limit (ulimit -n)",
-        )
 
 
 def _reach(address: str, interface: str, limit_s: float) -> tuple[str, str]:
