@@ -349,9 +349,10 @@ class GroupRendezvous:
         except DistError as error:
             if not isinstance(error, DistStoreError):
                 self.close()  # it is gone: the next call looks for it again
+            left_over = _LEFT_OVER if "WORLD_SIZE" in os.environ else ""
             raise QuorumUnavailable(
                 f"no quorum within {limit_s:g} s: not all {self._size} ranks of replica group "
-                f"{self._options.name} are here ({error}){_LEFT_OVER * ('WORLD_SIZE' in os.environ)}"
+                f"{self._options.name} are here ({error}){left_over}"
             ) from error
         if not all(lineage.startswith(INITIAL) for lineage in each) or not each:
             return mine
