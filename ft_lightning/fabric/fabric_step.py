@@ -234,6 +234,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             if place.sampler is not None:
                 place.sampler.rank = self.distributed_sampler_kwargs["rank"]
                 place.moved = place.moved or place.active
+                place.draws.take(None, ended=not place.active)
         if self._took_over:
             self._go_to_window()
 

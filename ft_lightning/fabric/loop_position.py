@@ -31,6 +31,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ft_lightning.shared.draws import Draws
 from ft_lightning.trainer.batches import (
     Origin,
     adopt,
@@ -61,6 +62,7 @@ class LoaderPlace:
         placeable: the loader can go to a place, and its epochs are as long in all processes.
         sampler: the DistributedSampler that divides its data; None: nothing that Fabric knows does.
         origin: how the batches of an epoch are numbered that was resumed with other batches.
+        draws: the orders of its sampler, if that has a generator of its own.
     """
 
     loader: Any = None
@@ -76,6 +78,7 @@ class LoaderPlace:
     placeable: bool = True
     sampler: Any = None
     origin: Origin = field(default_factory=Origin)
+    draws: Draws = field(default_factory=lambda: Draws(None))
 
     @property
     def uncounted(self) -> int:
@@ -136,7 +139,7 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         self._passed = -1 if self.lead is None else self.lead.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values. An epoch is completed when the pass over its data is: scripts save after that,
+        """Plain values and tensors. An epoch is completed when the pass over its data is: scripts save after that,
         within the epoch's turn of their loop."""
         lead = self.lead
         completed = lead is not None and lead.epoch > self._passed and not lead.active
@@ -147,6 +150,7 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
             "step": self.step,
             "places": places,
             "data": data,
+            "draws": [p.draws.state() for p in self.places],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,6 +169,10 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
             )
         ]
         self.unknown = next(filter(None, said), "")
+        for place, drawn in zip(self.places, state.get("draws", ()), strict=False):
+            if drawn:
+                ended = not (place.active or place.resumed) or place.batch >= len(place.loader)
+                place.draws.take(drawn, ended=ended)
 
 
 class _PlacedSampler:
@@ -172,13 +180,13 @@ class _PlacedSampler:
     arithmetic only."""
 
     def __init__(self, sampler: Any) -> None:
-        self._sampler, self.skip = sampler, 0
+        self._sampler, self.skip, self.draws = sampler, 0, Draws(sampler)
         self.chosen: list[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         # Forgets nothing: a loader with workers makes two iterators, and uses the second.
         if self.chosen is None:
-            return islice(iter(self._sampler), self.skip, None)
+            return islice(self.draws.follow(iter(self._sampler)), self.skip, None)
         return iter(self.chosen)
 
     def begin_at(self, place: LoaderPlace) -> None:
@@ -212,6 +220,8 @@ def follow(
     iterable has no place to go to: it starts over, and the log says so.
     """
     sampler = _PlacedSampler(loader._index_sampler) if is_placeable(loader) else None
+    if sampler is not None:
+        place.draws = sampler.draws
 
     def methods(cls: Any) -> dict[str, Any]:
         def __iter__(self: Any) -> Iterator[Any]:

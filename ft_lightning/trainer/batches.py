@@ -32,6 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from ft_core.heal import UnsupportedObjectError, pack
 from ft_core.manager import Manager
+from ft_lightning.shared.draws import Draws
 from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_lightning")
@@ -66,7 +67,7 @@ def _placing(cls: Any) -> dict[str, Any]:
     def __iter__(self: Any) -> Iterator[Any]:
         if self._ft_chosen is not None:
             return iter(self._ft_chosen)
-        return _later(self, cls.__iter__(self))
+        return _later(self, self._ft_draws.follow(cls.__iter__(self)))
 
     return {"__iter__": __iter__, "_ft_skip": 0, "_ft_chosen": None}
 
@@ -148,6 +149,7 @@ class Batches:
             self.has_streams = True
         elif not adopted(sampler):
             adopt(sampler, _placing)
+            sampler._ft_draws = Draws(sampler)
             self._samplers.append(sampler)
 
     def adopt_fetcher(self, trainer: Any) -> None:
@@ -219,12 +221,12 @@ class Batches:
         owners = [self._stateful(x) for x in trainer.fit_loop._combined_loader.flattened]
         return [None if o is None else copy.deepcopy(o.state_dict()) for o in owners]
 
-    def states(self, trainer: Any | None) -> list[Any]:
+    def states(self, trainer: Any, *, mark: bool) -> list[Any]:
         """For each loader, the state that places a peer's loader at the mark; None: it has none.
 
-        `trainer`: set the mark here first.
+        `mark`: set the mark here first.
         """
-        if trainer is not None:
+        if mark:
             self.mark(trainer)
         for index, state in enumerate(self._marked):
             try:
@@ -232,7 +234,9 @@ class Batches:
             except UnsupportedObjectError as error:
                 log.warning("the state of a training data loader cannot travel: %s", error)
                 self._marked[index] = None
-        return self._marked
+        samplers = map(self.index_sampler, trainer.fit_loop._combined_loader.flattened)
+        draws = (None if sampler is None else sampler._ft_draws.state() for sampler in samplers)
+        return [drawn or state for drawn, state in zip_longest(draws, self._marked)]
 
     def jump(self, trainer: Any, states: Sequence[Any] = ()) -> None:
         """Make the next batch that is fetched the one at which the loops' counters stand.
@@ -244,7 +248,7 @@ class Batches:
         origin = self.origin.of(epoch)
         loaders = fit_loop._combined_loader.flattened
         self._marked, self._resumes = list(states), False
-        chosen = []
+        chosen, drawn = [], []
         for loader, state in zip_longest(loaders, states[: len(loaders)]):
             self._set_sampler_epoch(loader, epoch)
             sampler, owner = self.index_sampler(loader), self._stateful(loader)
@@ -253,6 +257,9 @@ class Batches:
                 chosen.append(sampler)
             elif sampler is not None:
                 sampler._ft_skip = _read_of(loader, done, fit_loop._combined_loader._mode)
+                draws, ended = sampler._ft_draws, sampler._ft_skip >= len(sampler)
+                drawn.append((draws, state or draws.state(), ended))
+                draws.take(drawn[-1][1], ended=False)
             elif owner is not None and state is not None:
                 owner.load_state_dict(state)
             elif done:
@@ -267,6 +274,11 @@ class Batches:
         if fetcher.done:  # this epoch asks for no item, and the next one begins at its first
             for sampler in self._samplers:
                 sampler._ft_skip = 0
+        for draws, state, ended in drawn:
+            if (
+                ended or fetcher.done
+            ):  # not before torch has drawn from that generator for the loader's iterator
+                draws.take(state, ended=True)
 
     @staticmethod
     def loaded_in(trainer: Any) -> float:
@@ -344,7 +356,7 @@ class Batches:
     def release(self) -> None:
         """Give everything that was adopted its own class back."""
         for sampler in self._samplers:
-            release(sampler, "_ft_skip", "_ft_chosen")
+            release(sampler, "_ft_skip", "_ft_chosen", "_ft_draws")
         for instance in self._adopted:
             release(instance)
         self._samplers.clear()

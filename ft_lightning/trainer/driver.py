@@ -496,7 +496,7 @@ class StepDriver:
             return {"visit": Place.STEP.value}
         state = healing.dump(self._trainer, batches=self._window)
         gradients = (self._earlier or self._gradients()) if self._manual else None
-        data = self._batches.states(None if self._window else self._trainer)
+        data = self._batches.states(self._trainer, mark=not self._window)
         origin = astuple(self._batches.origin)
         rest = {"data": data, "origin": origin, "gradients": gradients, "window": self._window}
         return {**state, **rest}

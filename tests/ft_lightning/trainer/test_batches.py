@@ -29,10 +29,15 @@ def epoch(mode: str, **workers: Any) -> Any:
         DataLoader([f"{name}{i}" for i in range(n)], 1, **workers)
         for name, n in zip("ab", BATCHES, strict=True)
     ]
+    fit_loop = epoch_of(loaders, mode)
+    iter(fit_loop._data_fetcher)
+    return fit_loop
+
+
+def epoch_of(loaders: Any, mode: str = "min_size") -> Any:
     fetcher = _PrefetchDataFetcher()
     combined = CombinedLoader(loaders, mode)
     fetcher.setup(combined)
-    iter(fetcher)
     return SimpleNamespace(
         _combined_loader=combined,
         _data_fetcher=fetcher,

@@ -1,0 +1,61 @@
+"""Samplers with a generator of their own (`WeightedRandomSampler(..., generator=g)`), which goes on from epoch to
+epoch. A process that comes back has it at its start, and takes its peers' state of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Draws:
+    """The orders that a sampler draws. Does nothing for one that has no such generator."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._generator = _own_generator(sampler)
+        self._before: Tensor | None = None  # the generator's, before the order under way was drawn
+        self._next: Tensor | None = None
+
+    def state(self) -> list[Tensor] | None:
+        """The generator's state before the order under way was drawn, or is; and its present one."""
+        if self._generator is None:
+            return None
+        now = self._generator.get_state()
+        before = self._before if self._next is None else self._next
+        return [now if before is None else before, now]
+
+    def take(self, state: Sequence[Tensor] | None, *, ended: bool) -> None:
+        """The next iteration has the order of a peer's `state`; None: that of the one under way here, once more.
+        `ended`: a peer's is over, and no item of it is asked for."""
+        state = state or self.state()
+        if self._generator is None or not state:
+            return
+        before, now = state
+        self._next = None if ended else before
+        if ended:
+            self._generator.set_state(now)
+
+    def follow(self, items: Iterator[Any]) -> Iterator[Any]:
+        """`items` of an iteration that begins. The order is drawn with the first of them that is asked for."""
+        self._before = None
+        return self._drawn(items)
+
+    def _drawn(self, items: Iterator[Any]) -> Iterator[Any]:
+        if self._generator is not None:
+            if self._next is not None:
+                self._generator.set_state(self._next)
+            self._next, self._before = None, self._generator.get_state()
+        yield from items
+
+
+def _own_generator(sampler: Any) -> torch.Generator | None:
+    """That of a sampler, or of the one that it takes its items from."""
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator
+        wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # by Lightning
+        sampler = getattr(sampler, "sampler", wrapped)
+    return None
