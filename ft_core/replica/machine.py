@@ -528,7 +528,7 @@ class Replica:
         if not self._concerns(message):
             return []
         if message.differs and not self.lineage.startswith(TORN):
-            self._differed += 1
+            self._differed += GAVE_UP not in message.reason  # of another rank: no heal has shown it
             if self._differed <= events.MAX_HEALS:
                 return self._discard_state(message.reason, now)
             why = f"{message.reason}, {events.DIFFERS_AGAIN}"
