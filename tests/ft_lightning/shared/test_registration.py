@@ -194,7 +194,7 @@ TORCH = """
 import sys, time, torch
 hook = sys.modules.get("ft_core.launch.import_hook")  # others may wait for their modules, too
 print("hook" if hook and any("lightning" in name for name in hook._waiting) else "none")
-light = "lighthouse", "lighthouse.waits"  # which import nothing
+light = "lighthouse", "lighthouse.files", "lighthouse.waits"  # the standard library alone
 heavy = "lightning", "pytorch_lightning", "zmq", "lighthouse"
 print([m for m in sys.modules if m.startswith(heavy) and m not in light])
 """
