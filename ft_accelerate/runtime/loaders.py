@@ -150,9 +150,9 @@ class _Pass:
             self._take_order_of_main()
         if is_stateful(loader):
             return self._start_stateful()
-        self._draw_as_peers()
-        skip = iteration.yielded - iteration.left_out
         sampler = index_sampler(loader)
+        self._draw_as_peers(sampler)
+        skip = iteration.yielded - iteration.left_out
         if skip and sampler is None:
             return _later(self._original(loader), skip)
         if skip and sampler is not None:
@@ -161,9 +161,9 @@ class _Pass:
             return self._original(loader)
         return _drawn(self._original(loader), own)
 
-    def _draw_as_peers(self) -> None:
+    def _draw_as_peers(self, sampler: Any | None) -> None:
         """Torch draws a number when it makes a loader's iterator: for persistent workers once, in the first pass."""
-        base, sampler = self._loader.base_dataloader, index_sampler(self._loader)
+        base = self._loader.base_dataloader
         if sampler is None or not base.persistent_workers:
             return
         if self._is_first:

@@ -233,8 +233,9 @@ class FabricStepMixin(FabricAgreementsMixin):
         for place in self.progress.places:
             if place.sampler is not None:
                 place.sampler.rank = self.distributed_sampler_kwargs["rank"]
-                place.moved = place.moved or place.active
-                place.draws.take(None, ended=not place.active)
+                if place.active:
+                    place.moved = True
+                    place.draws.take(place.draws.state(), ended=False)
         if self._took_over:
             self._go_to_window()
 

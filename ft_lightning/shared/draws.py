@@ -27,9 +27,8 @@ class Draws:
         return [now if before is None else before, now]
 
     def take(self, state: Sequence[Tensor] | None, *, ended: bool) -> None:
-        """The next iteration has the order of a peer's `state`; None: that of the one under way here, once more.
-        `ended`: a peer's is over, and no item of it is asked for."""
-        state = state or self.state()
+        """The next iteration has the order under way in `state`, of a peer or once more of this process. `ended`: that
+        is over, and no item of it is asked for."""
         if self._generator is None or not state:
             return
         before, now = state

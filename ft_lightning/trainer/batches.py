@@ -257,9 +257,9 @@ class Batches:
                 chosen.append(sampler)
             elif sampler is not None:
                 sampler._ft_skip = _read_of(loader, done, fit_loop._combined_loader._mode)
-                draws, ended = sampler._ft_draws, sampler._ft_skip >= len(sampler)
-                drawn.append((draws, state or draws.state(), ended))
-                draws.take(drawn[-1][1], ended=False)
+                draws, own = sampler._ft_draws, sampler._ft_draws.state()
+                draws.take(state or own, ended=False)
+                drawn.append((draws, state or own, sampler._ft_skip >= len(sampler)))
             elif owner is not None and state is not None:
                 owner.load_state_dict(state)
             elif done:
@@ -275,9 +275,7 @@ class Batches:
             for sampler in self._samplers:
                 sampler._ft_skip = 0
         for draws, state, ended in drawn:
-            if (
-                ended or fetcher.done
-            ):  # not before torch has drawn from that generator for the loader's iterator
+            if ended or fetcher.done:  # now that torch has drawn for the loader's iterator, too
                 draws.take(state, ended=True)
 
     @staticmethod

@@ -122,8 +122,8 @@ def restore(
     `hooks(name)` calls the callbacks' and the module's hook of that name.
     """
     epoch_before, fit_loop = epochs_done(trainer), trainer.fit_loop
-    # Of a fit that is resumed within an epoch Lightning does not call the hook of its start.
-    has_begun_epoch = not fit_loop.restarted_mid_epoch
+    # Then Lightning has not called the hook of that epoch's start.
+    resumed_within_epoch = fit_loop.restarted_mid_epoch
     checkpoint = state["checkpoint"]
     _adopt_directories(trainer, checkpoint.get("callbacks", {}))
     connector = trainer._checkpoint_connector
@@ -152,7 +152,7 @@ def restore(
         trainer.global_step,
     )
     batches.reload(trainer, state["loaded_in"])
-    if epochs_done(trainer) != epoch_before or not has_begun_epoch:
+    if epochs_done(trainer) != epoch_before or resumed_within_epoch:
         # What was logged in the epoch that this group was in is not of this one.
         fit_loop.epoch_loop._results.reset()
         hooks("on_train_epoch_start")

@@ -82,6 +82,12 @@ class Trainer:
             raw = self.net[2].weight.detach().view(torch.int32)
             raw[1, 3] ^= 1 << 2
 
+    def trains_while_another_heals(self, running: threading.Event, over: threading.Event) -> None:
+        self.run_to(3)
+        running.set()
+        while not over.is_set():
+            self.step()
+
     def state(self) -> list[torch.Tensor]:
         return list(self.net.parameters())
 
@@ -190,10 +196,7 @@ def test_a_heal_that_does_not_restore_all_is_compared_at_once(part: str) -> None
         new.manager.set_state_dict_fns(load, new.save)
 
         def serve() -> None:
-            old.run_to(3)
-            running.set()
-            while not over.is_set():
-                old.step()
+            old.trains_while_another_heals(running, over)
             old.manager.shutdown()
 
         def heal() -> None:
@@ -229,10 +232,7 @@ def test_one_that_never_restores_all_is_refused(asynchronous: bool) -> None:
         new.manager.set_state_dict_fns(load, new.save)
 
         def serve() -> None:
-            old.run_to(3)
-            running.set()
-            while not over.is_set():
-                old.step()
+            old.trains_while_another_heals(running, over)
             old.run_to(old.manager.current_step() + 3)
             old.manager.shutdown()
 

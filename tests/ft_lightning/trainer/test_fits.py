@@ -35,6 +35,17 @@ def killed_and_asks_again(run: Run, name: int, pid: int) -> None:
     run.until(lambda: run.events(name, *ASKS) > asked, "the next life to ask for a quorum")
 
 
+def group_1_is_killed_between_two_fits(run: Run) -> None:
+    """A whole job with `holds=["after:1"]`: its next life passes over the first fit."""
+    supervisor = run.start()
+    for name in (0, 1):
+        run.until_held(name, "after:1")
+    os.kill(run.lines(1, "fits")[0]["pid"], signal.SIGKILL)
+    run.until(lambda: len(run.lines(1, "fits")) == 2, "the first fit to be passed over")
+    run.go("after:1")
+    run.wait(supervisor)
+
+
 def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
     tmp_path: Path, lighthouse: str
 ) -> None:
@@ -159,13 +170,7 @@ def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(
     options: dict[str, Any] = {"devices": 2, "checkpoints": saves, "validates_each": 0.5}
     options["scores"] = [2.0, 1.0, 0.0] if saves else []
     with running(tmp_path, worker=WORKER, holds=["after:1"], **options) as run:
-        supervisor = run.start()
-        for name in (0, 1):
-            run.until_held(name, "after:1")
-        os.kill(run.lines(1, "fits")[0]["pid"], signal.SIGKILL)
-        run.until(lambda: len(run.lines(1, "fits")) == 2, "the first fit to be passed over")
-        run.go("after:1")
-        run.wait(supervisor)
+        group_1_is_killed_between_two_fits(run)
     mine, theirs = (results(run, name) for name in (0, 1))
     assert theirs == [mine[0], *mine]
     assert bool(list(tmp_path.rglob("*.ckpt"))) == saves
@@ -176,13 +181,7 @@ def test_a_fit_that_was_passed_over_leaves_no_step_behind_for_the_next_one(tmp_p
     the steps that were agreements, and the others' first batch did not count."""
     options: dict[str, Any] = {"devices": 2, "again": True}
     with running(tmp_path, worker=WORKER, holds=["after:1"], **options) as run:
-        supervisor = run.start()
-        for name in (0, 1):
-            run.until_held(name, "after:1")
-        os.kill(run.lines(1, "fits")[0]["pid"], signal.SIGKILL)
-        run.until(lambda: len(run.lines(1, "fits")) == 2, "the first fit to be passed over")
-        run.go("after:1")
-        run.wait(supervisor)
+        group_1_is_killed_between_two_fits(run)
         assert [run.events(name, "heal_start") for name in (0, 1)] == [0, 0]
     mine, theirs = (results(run, name) for name in (0, 1))
     assert theirs == [mine[0], *mine]
