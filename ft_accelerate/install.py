@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import KwargsHandler
+from accelerate.utils import KwargsHandler, extract_model_from_parallel
 from torch import nn
 
 from ft_accelerate import seams
@@ -230,6 +230,25 @@ def _refuse_unspread(accelerator: Any, runtime: Runtime) -> None:
 
 
 @while_active
+def _prepare_model(
+    runtime: Runtime,
+    original: Any,
+    self: Any,
+    model: Any,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> Any:
+    """A model that was prepared for evaluations, and then for training: Accelerate returns it as it is, so that
+    each process would train weights of its own. Here it is prepared anew."""
+    prepared = getattr(model, "_is_accelerate_prepared", False)
+    if prepared and not evaluation_mode and not runtime.prepared.knows(model):
+        self._models = [known for known in self._models if known is not model]
+        model = extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        model._is_accelerate_prepared = False
+    return original(self, model, device_placement, evaluation_mode)
+
+
+@while_active
 def _prepare_data_loader(
     runtime: Runtime, original: Any, self: Any, data_loader: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -374,7 +393,7 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
     if runtime.reducer.busy:
         runtime.reducer.check_complete()
     if runtime.num_processes > 1:
-        runtime.prepared.refuse_unfrozen(self.optimizer)
+        runtime.prepared.refuse_unaveraged(self.optimizer)
     step = partial(original, self, closure)
     if runtime.manager is None:
         step()
@@ -449,7 +468,7 @@ SEAMS = (
             "accelerate.accelerator": (
                 ("torch", (), _with_our_model),
                 ("Accelerator.__init__", ("self", "kwargs_handlers"), _init_accelerator),
-                ("Accelerator.prepare_model", ("self", "model")),
+                ("Accelerator.prepare_model", ("self", "model"), _prepare_model),
                 ("Accelerator._prepare_fsdp2", ("self",), group_shards.prepare),
                 ("Accelerator._prepare_device_mesh", ("self",), group_shards.mesh_of_loaders),
                 ("Accelerator.prepare_data_loader", ("self", "data_loader"), _prepare_data_loader),

@@ -31,6 +31,11 @@ UNFREEZE = (
     "Prepare the model with all of them trainable, and leave out of the optimizer what is trained later "
     "(optimizer.add_param_group)"
 )
+UNPREPARED = (
+    "the optimizer trains {count} parameters ({shapes}) that are in no model which was prepared for training, so that "
+    "each process would train weights of its own: give their model to accelerator.prepare, with the optimizer"
+)
+MOST_NAMED = 3
 COPIED_BYTES = 4096
 """Remembered outputs of up to this size are copied for each use."""
 
@@ -222,6 +227,10 @@ class Prepared:
         self._accelerators: list[weakref.ref[Any]] = []
         self.models: list[weakref.ref[TrainedModel]] = []
         self.adding = False
+        self._strangers: weakref.WeakKeyDictionary[Any, tuple[Any, list[Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Of an optimizer, the parameters that are in none of the models; found anew if its first item changes."""
 
     def adopt(self, accelerator: Any) -> None:
         """Heal this accelerator's objects, besides those of the others that live."""
@@ -248,11 +257,31 @@ class Prepared:
         """Accelerate's wrappers of the prepared loaders."""
         return [loader for each in self.accelerators.values() for loader in each._dataloaders]
 
-    def refuse_unfrozen(self, optimizer: torch.optim.Optimizer) -> None:
-        """As the models' own."""
+    def knows(self, model: Any) -> bool:
+        """Whether this is one of the models."""
+        return any(known() is model for known in self.models)
+
+    def refuse_unaveraged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if `optimizer` is about to train a parameter whose gradient no model averages."""
         for known in self.models:
             if isinstance(model := known(), FaultTolerantModel):
                 model.refuse_unfrozen(optimizer)
+        if strangers := [p for p in self._strangers_of(optimizer) if p.grad is not None]:
+            shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:MOST_NAMED])
+            raise ValueError(UNPREPARED.format(count=len(strangers), shapes=shapes))
+
+    def _strangers_of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        key = (count, len(self.models), len(self.registered))
+        found_for, strangers = self._strangers.get(optimizer, (None, []))
+        if found_for != key:
+            living = [model for known in self.models if (model := known()) is not None]
+            modules = [m for m in (*living, *self.registered) if isinstance(m, nn.Module)]
+            known_ones = {id(p) for module in modules for p in module.parameters()}
+            all_ = (p for group in optimizer.param_groups for p in group["params"])
+            strangers = [p for p in all_ if id(p) not in known_ones]
+            self._strangers[optimizer] = key, strangers
+        return strangers
 
     def begin_accumulation(self) -> None:
         """The next batch is the first of those over which gradients are accumulated."""

@@ -6,9 +6,9 @@ Each process holds a whole copy of the model, and its collectives reach all proc
 with one state (`ft_core.shell.intra_group`). Those of another group need not: they would heal.
 
 A script may have operations before it prepares a model: a run's name that is broadcast, a barrier
-after the main process has made a folder. Processes that start together do them together, in a quorum
-of its own that ends when a model is prepared. A process that comes back to others that have passed
-this place has its own value for each. The processes of the only replica group do them together also
+after the main process has made a folder, an evaluation. Processes that start together do them together, in a
+quorum of its own that ends when a model is prepared. A process that comes back to others that are further, or
+whose others are, has its own value for each. The processes of the only replica group do them together also
 when the group was restarted.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +33,7 @@ from ft_accelerate.runtime.checked_collectives import (
 )
 from ft_core.collectives.agreement import agree
 from ft_core.environment import ReplicaEnv
-from ft_core.errors import GroupBroken, GroupLeft
+from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable
 from ft_core.heal import digest
 from ft_core.launch.board import slot
 from ft_core.launch.ending import end_at_once
@@ -50,6 +51,7 @@ from lighthouse.errors import LighthouseError
 from lighthouse.files import machine_lock
 
 ASK_TIMEOUT_S = 5.0
+ASK_AGAIN_AFTER = timedelta(seconds=2)
 TRAINING = 1
 """The number of the training on the supervisor's board: a script has one."""
 SUFFIX = "/before"
@@ -211,18 +213,23 @@ class GroupRanks:
 
         A collective of the group: all its processes call it, and get the same answer.
         """
-        return bool(self.from_rank_0(self._ask_lighthouse))
+        # What a job's state remembers does not count: all of its members may be gone.
+        return bool(self.from_rank_0(lambda: any(job["highest_step"] > 0 for job in self._ask())))
 
-    def _ask_lighthouse(self) -> bool:
+    def others_are_there(self) -> bool:
+        """Whether a process has joined this job, which it does when its script has prepared a model. As
+        `others_train`."""
+        return bool(self.from_rank_0(lambda: any(map(_members, self._ask()))))
+
+    def _ask(self) -> list[dict[str, Any]]:
+        """This job as the lighthouse has it, or nothing."""
         address = self.options.lighthouse or f"tcp://127.0.0.1:{DEFAULT_PORT}"
         try:
             with LighthouseClient(address, timeout_s=ASK_TIMEOUT_S) as client:
                 jobs = client.status()["jobs"]
         except (LighthouseError, OSError):
-            return False  # no lighthouse yet; what is wrong is reported when this process joins
-        # What a job's state remembers does not count: all of its members may be gone.
-        mine = self.options.job_id
-        return any(job["job_id"] == mine and job["highest_step"] > 0 for job in jobs)
+            return []  # no lighthouse yet; what is wrong is reported when this process joins
+        return [job for job in jobs if job["job_id"] == self.options.job_id]
 
     def tell_training(self, *, over: bool) -> None:
         """Tell the supervisor and the other groups whether this one has ended the training."""
@@ -264,14 +271,16 @@ class StartupCollectives:
         self._manager: Manager | None = None
         self._events = 0
         self._has_turn = False
-        alone = ranks.num_processes == 1
-        self._over = alone or (ranks.restarts > 0 and not ranks.is_only_group)
+        self._over = ranks.num_processes == 1
 
     def together(self) -> bool:
         """Whether this process has started together with the others, as far as it knows."""
         if not self._over and self._manager is None:
-            self._over = not self._ranks.is_only_group and self._ranks.others_train()
+            self._over = self._others_are_further()
         return not self._over
+
+    def _others_are_further(self) -> bool:
+        return not self._ranks.is_only_group and self._ranks.others_are_there()
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
@@ -308,8 +317,21 @@ class StartupCollectives:
         return agreed.result
 
     def _begin(self) -> None:
-        with ended_with_its_group():
-            self._connected.start_quorum()
+        while not self._begun():
+            # One that was restarted is not coming: it has prepared a model, and waits for this process there.
+            if self._others_are_further():
+                self.close()
+                return
+
+    def _begun(self) -> bool:
+        """Whether all processes of the group are in a quorum."""
+        try:
+            with ended_with_its_group():
+                self._connected.start_quorum(timeout=ASK_AGAIN_AFTER)
+            begun = True
+        except QuorumUnavailable:
+            begun = False
+        return self._ranks.all_agree(begun)
 
     def _vote(self) -> bool:
         with ended_with_its_group():
@@ -361,6 +383,10 @@ class StartupCollectives:
     def _late(self, state: dict[str, Any]) -> None:
         if state["events"] != self._events:
             self._over = True
+
+
+def _members(job: dict[str, Any]) -> bool:
+    return bool(job["waiting"]) or not all(member["gone"] for member in job["members"])
 
 
 def _device() -> torch.device:

@@ -136,6 +136,10 @@ def _train(
     if isinstance(resume_from_checkpoint, (str, os.PathLike)):
         _starts[self] = Path(resume_from_checkpoint).resolve()
     runtime.position.begun += 1
+    if not runtime.prepared.knows(getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)):
+        self.model_wrapped = (
+            self.model
+        )  # what it was wrapped in for an evaluation averages no gradient
     shared = share(self)
     self.accelerator.register_for_checkpointing(shared)
     runtime.on_live.append(shared.arrive)

@@ -114,9 +114,7 @@ class SharedTrainerState(FollowsTheScript):
         for callback in _exportable(trainer):
             for place, (name, state) in enumerate(states):
                 if name == type(callback).__name__:
-                    vars(callback).update(state["attributes"])
-                    if callback is trainer.control:
-                        vars(callback).update(state["args"])
+                    vars(callback).update({**state["args"], **state["attributes"]})
                     del states[place]
                     break
         if trainer.lr_scheduler is not None and found["scheduler"] is not None:

@@ -109,27 +109,58 @@ def test_rates_that_a_replay_has_set_are_the_peers_again() -> None:
     assert all(torch.equal(p, q) for p, q in zip(mine._models[0].parameters(), before, strict=True))
 
 
-def test_what_a_trainer_could_not_save_is_named() -> None:
-    """It used to be "Object of type set is not JSON serializable", from our own functions."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.trainer_callback import ExportableState, TrainerState
+class Stub(SimpleNamespace):
+    """Can be referred to weakly."""
 
-    class Seen(transformers.TrainerCallback, ExportableState):
-        def state(self) -> dict[str, Any]:
-            return {"args": {}, "attributes": {"seen": seen}}
 
-    class Stub(SimpleNamespace):
-        """Can be referred to weakly."""
+def trainer_with(callback: Any) -> Any:
+    """What `SharedTrainerState` sees of a Trainer."""
+    import transformers
+    from transformers.trainer_callback import TrainerState
 
-    seen: Any = {1, 2}
-    trainer = Stub(
+    return Stub(
         state=TrainerState(),
-        callback_handler=SimpleNamespace(callbacks=[Seen()]),
+        callback_handler=SimpleNamespace(callbacks=[callback]),
         control=transformers.TrainerControl(),
         lr_scheduler=None,
         optimizer=None,
         current_flos=0.0,
     )
+
+
+def test_what_a_callback_exports_travels_be_it_an_argument_or_an_attribute() -> None:
+    """Trainer makes a callback anew from both, from a checkpoint."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.trainer_callback import ExportableState
+
+    class Counts(transformers.TrainerCallback, ExportableState):
+        def __init__(self, steps: int = 0) -> None:
+            self.steps, self.epochs = steps, 0
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {"steps": self.steps}, "attributes": {"epochs": self.epochs}}
+
+    theirs, mine = Counts(7), Counts(2)
+    theirs.epochs = 3
+    peer, own = trainer_with(theirs), trainer_with(mine)
+    own.optimizer = Stub(param_groups=[])
+    arrives = SharedTrainerState(own)
+    arrives.load_state_dict(SharedTrainerState(peer).state_dict())
+    arrives.arrive()
+    assert (mine.steps, mine.epochs) == (7, 3)
+
+
+def test_what_a_trainer_could_not_save_is_named() -> None:
+    """It used to be "Object of type set is not JSON serializable", from our own functions."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.trainer_callback import ExportableState
+
+    class Seen(transformers.TrainerCallback, ExportableState):
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"seen": seen}}
+
+    seen: Any = {1, 2}
+    trainer = trainer_with(Seen())
     shared = SharedTrainerState(trainer)
     with pytest.raises(TypeError, match=r"the state of Seen can neither travel .* type set is not"):
         shared.state_dict()

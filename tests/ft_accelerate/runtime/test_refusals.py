@@ -24,6 +24,7 @@ from ft_accelerate import DiLoCo, FaultToleranceKwargs, LocalSGD
 from ft_accelerate.install import install, uninstall
 from ft_accelerate.options import ENV_USE
 from ft_accelerate.runtime import process as processes
+from ft_accelerate.runtime.models import FaultTolerantModel
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,41 @@ def test_what_is_unfrozen_and_would_not_be_averaged_is_refused() -> None:
     ):
         optimizer.step()
     net.bias.grad = None
+    optimizer.step()
+
+
+def test_what_is_in_no_prepared_model_and_would_not_be_averaged_is_refused() -> None:
+    """Plain Accelerate trains it in each process by itself. What is registered heals, and the script may average it."""
+    mine = accelerator()
+    net, head, scale = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
+    everything = [*net.parameters(), *head.parameters(), *scale.parameters()]
+    mine.register_for_checkpointing(scale)
+    optimizer = mine.prepare(torch.optim.SGD(everything, lr=1.0))
+    net.weight.grad = torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"1 parameters \(\(2, 2\)\) that are in no model"):
+        optimizer.step()
+    model = mine.prepare(net)
+    scale.weight.grad = torch.ones(1, 1)
+    assert model.training
+    optimizer.step()
+    head.bias.grad = torch.ones(1)
+    with pytest.raises(ValueError, match=r"1 parameters \(\(1,\)\) that are in no model.*prepare"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_model_may_be_prepared_for_evaluations_first(precision: str) -> None:
+    """As transformers' Trainer does, if it evaluates before it trains."""
+    mine = accelerator(mixed_precision=precision)
+    net = torch.nn.Linear(2, 1)
+    forward = net.forward
+    assert mine.prepare_model(net, evaluation_mode=True) is net
+    model, optimizer = mine.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    assert isinstance(model, FaultTolerantModel)
+    assert mine._models == [net]  # once; Accelerate has it unwrapped
+    assert mine.prepare(model) is model
+    assert mine.unwrap_model(model, keep_fp32_wrapper=False).forward == forward
+    net.weight.grad = torch.ones(1, 2)
     optimizer.step()
 
 

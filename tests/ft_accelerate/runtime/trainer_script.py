@@ -208,6 +208,8 @@ def main() -> None:
     parser.add_argument("--grouped", action="store_true")
     parser.add_argument("--save_model", action="store_true")
     parser.add_argument("--tokens", action="store_true")
+    parser.add_argument("--evaluate_first", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--stop_at", type=int, default=-1)
     parser.add_argument("--await_late", action="store_true")
@@ -252,6 +254,8 @@ def main() -> None:
         use_cpu=True,
         dataloader_pin_memory=False,
         include_num_input_tokens_seen=options.tokens,
+        torch_compile=options.compile,
+        torch_compile_backend="eager" if options.compile else None,
         **(by_length() if options.grouped else {}),
         **(sharded() if options.fsdp else {}),
     )
@@ -266,6 +270,10 @@ def main() -> None:
         eval_dataset=Sources(["bisect", "calendar"], 24),
         callbacks=callbacks,
     )
+    if options.evaluate_first:
+        trainer.remove_callback(tracker)  # its run begins with the training
+        trainer.evaluate()
+        trainer.add_callback(tracker)
     result = train(trainer, options.resume, out / "late")
     if options.await_late:
         trainer.accelerator.end_training()
