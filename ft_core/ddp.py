@@ -611,14 +611,14 @@ def frozen_parameters(module: nn.Module) -> Frozen:
 def refuse_unfrozen(
     frozen: Frozen, optimizer: torch.optim.Optimizer, when: str, advice: str
 ) -> None:
-    """Raise ValueError if `optimizer` is about to train one of `frozen`; see `refuse_unaveraged`."""
+    """Raise ValueError if `optimizer` is about to train one of `frozen`; see `refuse_once_frozen`."""
     if any(p.grad is not None for _, p in frozen):
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         names = [name for name, p in frozen if p.grad is not None and id(p) in trained]
-        refuse_unaveraged(names, when, advice)
+        refuse_once_frozen(names, when, advice)
 
 
-def refuse_unaveraged(names: list[str], when: str, advice: str) -> None:
+def refuse_once_frozen(names: list[str], when: str, advice: str) -> None:
     """Raise ValueError if there are parameters that were frozen `when` gradients to average were chosen, and are trained
     now; `advice` is a sentence."""
     if names:
@@ -628,6 +628,46 @@ def refuse_unaveraged(names: list[str], when: str, advice: str) -> None:
             "averaged, so that each replica group had weights of its own (stock DDP says nothing of it). "
             f"{advice}"
         )
+
+
+class Strangers:
+    """What optimizers train and none of `modules` has: in stock DDP, too, each process trains it for itself, without
+    a word. `advice` is a sentence. The loop's thread.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[Any]], advice: str) -> None:
+        self._models, self._advice = modules, advice
+        self._found: weakref.WeakKeyDictionary[Any, tuple[int, list[Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if `optimizer` is about to train such a parameter."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._found.get(optimizer, (None, []))[0] != count:
+            self._found[optimizer] = count, self.of(optimizer)
+        if any(p.grad is not None for p in self._found[optimizer][1]):
+            now = self.of(optimizer)  # there may be more modules by now
+            self._found[optimizer] = count, now
+            self.refuse_these([p for p in now if p.grad is not None])
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Those of `optimizer`, in its order."""
+        modules = (each for each in self._models() if isinstance(each, nn.Module))
+        known = {id(p) for module in modules for p in module.parameters()}
+        all_ = (p for group in optimizer.param_groups for p in group["params"])
+        return [p for p in all_ if id(p) not in known]
+
+    def refuse_these(self, parameters: list[Tensor]) -> None:
+        """Raise ValueError if there are any."""
+        if parameters:
+            shapes = ", ".join(str(list(p.shape)) for p in parameters[:MOST_NAMED])
+            more = ", ..." if len(parameters) > MOST_NAMED else ""
+            raise ValueError(
+                f"the optimizer trains {len(parameters)} parameters (of shapes {shapes}{more}) that are in no "
+                "model whose gradients are averaged, so that each replica group would have weights of its own "
+                f"(stock DDP says nothing of it). {self._advice}"
+            )
 
 
 def _persistent_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str]]:

@@ -18,6 +18,7 @@ from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.collectives.retry import RetryableReducer
 from ft_core.ddp import (
     RetryableDistributedDataParallel,
+    Strangers,
     frozen_parameters,
     never_compile,
     refuse_unfrozen,
@@ -31,11 +32,7 @@ UNFREEZE = (
     "Prepare the model with all of them trainable, and leave out of the optimizer what is trained later "
     "(optimizer.add_param_group)"
 )
-UNPREPARED = (
-    "the optimizer trains {count} parameters ({shapes}) that are in no model which was prepared for training, so that "
-    "each process would train weights of its own: give their model to accelerator.prepare, with the optimizer"
-)
-MOST_NAMED = 3
+PREPARE = "Give their model to accelerator.prepare, with the optimizer"
 COPIED_BYTES = 4096
 """Remembered outputs of up to this size are copied for each use."""
 
@@ -227,10 +224,8 @@ class Prepared:
         self._accelerators: list[weakref.ref[Any]] = []
         self.models: list[weakref.ref[TrainedModel]] = []
         self.adding = False
-        self._strangers: weakref.WeakKeyDictionary[Any, tuple[Any, list[Tensor]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        """Of an optimizer, the parameters that are in none of the models; found anew if its first item changes."""
+        # What is registered heals, and the script may average it.
+        self._strangers = Strangers(lambda: [*self._living(), *self.registered], PREPARE)
 
     def adopt(self, accelerator: Any) -> None:
         """Heal this accelerator's objects, besides those of the others that live."""
@@ -259,29 +254,17 @@ class Prepared:
 
     def knows(self, model: Any) -> bool:
         """Whether this is one of the models."""
-        return any(known() is model for known in self.models)
+        return any(model is each for each in self._living())
+
+    def _living(self) -> list[TrainedModel]:
+        return [model for known in self.models if (model := known()) is not None]
 
     def refuse_unaveraged(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` is about to train a parameter whose gradient no model averages."""
-        for known in self.models:
-            if isinstance(model := known(), FaultTolerantModel):
+        for model in self._living():
+            if isinstance(model, FaultTolerantModel):
                 model.refuse_unfrozen(optimizer)
-        if strangers := [p for p in self._strangers_of(optimizer) if p.grad is not None]:
-            shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:MOST_NAMED])
-            raise ValueError(UNPREPARED.format(count=len(strangers), shapes=shapes))
-
-    def _strangers_of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        key = (count, len(self.models), len(self.registered))
-        found_for, strangers = self._strangers.get(optimizer, (None, []))
-        if found_for != key:
-            living = [model for known in self.models if (model := known()) is not None]
-            modules = [m for m in (*living, *self.registered) if isinstance(m, nn.Module)]
-            known_ones = {id(p) for module in modules for p in module.parameters()}
-            all_ = (p for group in optimizer.param_groups for p in group["params"])
-            strangers = [p for p in all_ if id(p) not in known_ones]
-            self._strangers[optimizer] = key, strangers
-        return strangers
+        self._strangers.refuse(optimizer)
 
     def begin_accumulation(self) -> None:
         """The next batch is the first of those over which gradients are accumulated."""
@@ -308,23 +291,18 @@ class Prepared:
     @property
     def any_model(self) -> bool:
         """Whether a model lives."""
-        return any(ref() is not None for ref in self.models)
+        return bool(self._living())
 
     @property
     def training(self) -> bool:
         """Whether the script is about to train: a prepared model is in training mode."""
-        for known in self.models:
-            model = known()
-            if model is not None and model.training:
-                return True
-        return False
+        return any(model.training for model in self._living())
 
     @property
     def learns(self) -> bool:
         """Whether a model is in training mode inside what it was wrapped in. transformers' Trainer takes it out of
         that, and not the wrapper, for an evaluation and until the first batch after it."""
-        living = [model for known in self.models if (model := known()) is not None]
-        return any(getattr(model, "module", model).training for model in living)
+        return any(getattr(model, "module", model).training for model in self._living())
 
     @property
     def device(self) -> torch.device:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
-from ft_core.ddp import Frozen, refuse_unfrozen
+from ft_core.ddp import Frozen, Strangers, refuse_unfrozen
 from ft_core.errors import GroupLeft
 from ft_core.launch.ending import Sigterm
 from ft_core.replica.status import Participation
@@ -44,6 +44,7 @@ from ft_lightning.shared.step_collectives import forget_unscaling
 log = logging.getLogger("ft_lightning")
 
 UNFREEZE = "Set the model up with all of them trainable (and find_unused_parameters=True), and freeze them after that"
+SET_UP = "Set their model up, too: fabric.setup(model, optimizer)"
 
 LEFT_OUT = (
     "this replica group came back between two backward passes of one optimizer step, and can't know what its "
@@ -89,6 +90,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._wrapped: list[Any] = []
         """Those of the models that are trained, in ft_core's wrapper."""
         self._frozen: Frozen = []
+        self._strangers = Strangers(lambda: self._models, SET_UP)
         self._optimizers: list[Any] = []
         self._averaged = AveragedGradients(self._wrapped, self._optimizers)
         self.progress = Progress()
@@ -409,8 +411,9 @@ class FabricStepMixin(FabricAgreementsMixin):
                 "the optimizer was stepped without gradients of a step: fetch a batch (in train mode, "
                 "with gradients enabled) and call fabric.backward(loss) before"
             )
-        if self._frozen and not self._is_alone:
+        if not self._is_alone:
             refuse_unfrozen(self._frozen, optimizer, "at fabric.setup", UNFREEZE)
+            self._strangers.refuse(optimizer)
         if self._fed_by_loader or self._alone is None or self._is_alone:
             self._alone = optimizer
         if self._alone is not optimizer:

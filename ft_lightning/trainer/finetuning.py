@@ -11,14 +11,19 @@ and the groups of the optimizer's parameters, which the callback makes again as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ft_core.ddp import refuse_unaveraged
+from ft_core.ddp import Strangers, refuse_once_frozen
+
+UNFREEZE = "Unfreeze them in a BaseFinetuning callback, or before another fit"
+REGISTER = (
+    "Make their module an attribute of the LightningModule (nn.ModuleList, where they are several)"
+)
 
 
 def finetunes(trainer: Any) -> list[Any]:
@@ -68,11 +73,14 @@ def adopt(trainer: Any, known: dict[str, list[str]]) -> None:
         callback.on_fit_start(trainer, module)
 
 
-def refuse_unfrozen(module: Any, averaged: set[int]) -> None:
-    """Raise ValueError for parameters that are trainable, and not among those that are `averaged` (ids)."""
+def refuse_unaveraged(module: Any, averaged: set[int], optimizers: Iterable[Any]) -> None:
+    """Raise ValueError for parameters that are trainable, and not among those that are `averaged` (ids): of
+    `module`, and of an `optimizers` that holds others."""
     names = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in averaged]
-    advice = "Unfreeze them in a BaseFinetuning callback, or before another fit"
-    refuse_unaveraged(names, "when the fit began", advice)
+    refuse_once_frozen(names, "when the fit began", UNFREEZE)
+    strangers = Strangers(lambda: [module], REGISTER)
+    for optimizer in optimizers:
+        strangers.refuse_these([p for p in strangers.of(optimizer) if p.requires_grad])
 
 
 def _normalizations(module: nn.Module) -> Iterator[tuple[str, Any]]:

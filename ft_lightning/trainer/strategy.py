@@ -485,7 +485,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._refuse_to_train_alone()
         begins = not self._trainer.fit_loop.epoch_loop.batch_idx  # an epoch
         if begins and self._averaged is not None and self.world_size > 1:
-            finetuning.refuse_unfrozen(self.lightning_module, self._averaged)
+            finetuning.refuse_unaveraged(self.lightning_module, self._averaged, self.optimizers)
         if self.model is not self.lightning_module:
             # Lightning puts the wrapper into eval mode for validation and only what is inside back.
             self.model.training = True

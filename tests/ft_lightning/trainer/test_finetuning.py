@@ -33,6 +33,7 @@ class Net(LightningModule):
         self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
         self.head = nn.Linear(8, 1)
         self.came_back = False
+        self.hidden = [nn.Linear(8, 1)] if by == "list" else []
 
     def on_train_epoch_start(self):
         if by == "backbone" and self.current_epoch:  # from its present value
@@ -44,10 +45,12 @@ class Net(LightningModule):
                 (log / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         self.came_back |= began_again and self.trainer.strategy.num_participants == 2
-        return (self.head(self.backbone(batch[0])) - batch[1]).square().mean()
+        out = sum((each(batch[0]) for each in self.hidden), self.head(self.backbone(batch[0])))
+        return (out - batch[1]).square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+        every = [self, *self.hidden]
+        return torch.optim.Adam([p for m in every for p in m.parameters() if p.requires_grad], lr=0.01)
 
 class Unfreezes(BaseFinetuning):
     def freeze_before_training(self, module):
@@ -64,9 +67,9 @@ class ByHand(Callback):
     def on_train_epoch_start(self, trainer, module):
         module.backbone.requires_grad_(trainer.current_epoch > 0)
 
-callbacks = {"callback": Unfreezes, "hand": ByHand}
+callbacks = {"callback": Unfreezes, "hand": ByHand, "list": Callback}
 make = callbacks.get(by, lambda: BackboneFinetuning(1, lambda epoch: 1.01, should_align=False))
-if by != "hand":  # the peer waits for the one that is killed
+if by not in ("hand", "list"):  # the peer waits for the one that is killed
     strategy = FTDDPStrategy(min_replicas=2) if strategy == "ft_ddp" else FTDiLoCoStrategy(min_replicas=2, sync_every=3)
 seed_everything(1)
 data = TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
@@ -137,8 +140,20 @@ def test_what_is_unfrozen_by_hand_is_refused_with_a_sentence(tmp_path: Path, str
     assert "Unfreeze them in a BaseFinetuning callback" in text
 
 
-def test_a_process_that_trains_alone_may_unfreeze_by_hand(tmp_path: Path) -> None:
-    """There is nothing to average."""
-    code, text = run(tmp_path, "hand", devices=1)
+def test_what_is_no_part_of_the_module_and_is_trained_is_refused_with_a_sentence(
+    tmp_path: Path,
+) -> None:
+    """Under stock `ddp` each process trains it by itself; nor would it heal."""
+    code, text = run(tmp_path, "list")
+    assert code == 1, text
+    assert (
+        "ValueError: the optimizer trains 2 parameters (of shapes [1, 8], [1]) that are in" in text
+    )
+    assert "Make their module an attribute of the LightningModule" in text
+
+
+@pytest.mark.parametrize("by", ["hand", "list"])
+def test_a_process_that_trains_alone_has_nothing_to_average(by: str, tmp_path: Path) -> None:
+    code, text = run(tmp_path, by, devices=1)
     assert code == 0, text
     assert text.count("ends: ") == 1
