@@ -98,6 +98,7 @@ class Means:
     def arrived(self, *, within_backward: bool) -> None:
         """This script has done what its peers had done; `within_backward`: they were in the next one, before which it
         takes their gradients."""
+        self._prepared.arrived()
         self._stepped.clear()
         if not self.peers:  # all that theirs may have are left over
             self._stepped.update(self._prepared.optimizers)

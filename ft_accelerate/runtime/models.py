@@ -33,6 +33,12 @@ UNFREEZE = (
     "(optimizer.add_param_group)"
 )
 PREPARE = "Give their model to accelerator.prepare, with the optimizer"
+BYPASSED = (
+    "the optimizer trains a prepared model that was never called: its forward averages gradients, and that of the "
+    "model inside it does not, so that each replica group would have weights of its own (stock DDP says nothing of "
+    "it). Call what accelerator.prepare returned, and not model.module or accelerator.unwrap_model(model); what a "
+    "method of its own computes belongs into forward"
+)
 COPIED_BYTES = 4096
 """Remembered outputs of up to this size are copied for each use."""
 
@@ -65,9 +71,13 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         never_compile(__package__)
         self._memory = Memory(position)
         self._frozen = frozen_parameters(module)
+        self.is_called = False
+        """Whether its gradients are averaged: in training its forward was called, here or in peers whose place
+        this process has taken."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Compute, or return the remembered output."""
+        self.is_called |= self.module.training and torch.is_grad_enabled()
         reduces = super().forward
 
         def compute(answers: bool) -> Any:
@@ -82,11 +92,17 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         """See `TrainedModel`."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
-    def refuse_unfrozen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if `optimizer` is about to train a parameter that was frozen when it was prepared."""
-        # Where LocalSGD averages, it averages parameters.
-        if self._frozen and self.require_backward_grad_sync:
-            refuse_unfrozen(self._frozen, optimizer, "when the model was prepared", UNFREEZE)
+    def refuse_unaveraged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if `optimizer` is about to train a parameter that was frozen when it was prepared, or all of
+        them without this wrapper."""
+        if not self.require_backward_grad_sync:
+            return  # LocalSGD averages parameters
+        refuse_unfrozen(self._frozen, optimizer, "when the model was prepared", UNFREEZE)
+        if not self.is_called:
+            trained = {id(p) for p in self.module.parameters() if p.grad is not None}
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if trained & held:
+                raise ValueError(BYPASSED)
 
 
 class Memory:
@@ -263,8 +279,14 @@ class Prepared:
         """Raise ValueError if `optimizer` is about to train a parameter whose gradient no model averages."""
         for model in self._living():
             if isinstance(model, FaultTolerantModel):
-                model.refuse_unfrozen(optimizer)
+                model.refuse_unaveraged(optimizer)
         self._strangers.refuse(optimizer)
+
+    def arrived(self) -> None:
+        """This script goes on where its peers are, which may be behind a forward."""
+        for model in self._living():
+            if isinstance(model, FaultTolerantModel):
+                model.is_called = True
 
     def begin_accumulation(self) -> None:
         """The next batch is the first of those over which gradients are accumulated."""

@@ -94,6 +94,7 @@ def test_what_is_unfrozen_and_would_not_be_averaged_is_refused() -> None:
     net = torch.nn.Linear(2, 1)
     net.bias.requires_grad_(False)
     model, optimizer = mine.prepare(net, torch.optim.SGD([net.weight], lr=1.0))
+    model(torch.ones(1, 2))
     for parameter in net.parameters():
         parameter.requires_grad_(True)
         parameter.grad = torch.ones_like(parameter)
@@ -123,13 +124,30 @@ def test_what_is_in_no_prepared_model_and_would_not_be_averaged_is_refused() -> 
         optimizer.step()
     model = mine.prepare(net)
     scale.weight.grad = torch.ones(1, 1)
-    assert model.training
+    model(torch.ones(1, 2))
     optimizer.step()
     head.bias.grad = torch.ones(1)
     with pytest.raises(
         ValueError, match=r"1 parameters \(of shapes \[1\]\) that are in no model.*prepare"
     ):
         optimizer.step()
+
+
+def test_a_model_that_is_trained_without_its_wrapper_is_refused() -> None:
+    """`model.module.loss(batch)` averages nothing, under plain Accelerate, too. LocalSGD averages parameters."""
+    mine = accelerator()
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = mine.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    optimizer.step()  # no gradients, nothing to average
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    model.module(torch.ones(1, 2)).sum().backward()
+    with model.no_sync():
+        optimizer.step()
+    with pytest.raises(ValueError, match="never called.*Call what accelerator.prepare returned"):
+        optimizer.step()
+    model(torch.ones(1, 2))
+    optimizer.step()
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -144,6 +162,7 @@ def test_a_model_may_be_prepared_for_evaluations_first(precision: str) -> None:
     assert mine._models == [net]  # once; Accelerate has it unwrapped
     assert mine.prepare(model) is model
     assert mine.unwrap_model(model, keep_fp32_wrapper=False).forward == forward
+    model(torch.ones(1, 2))
     net.weight.grad = torch.ones(1, 2)
     optimizer.step()
 
