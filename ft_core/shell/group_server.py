@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast, get_args
@@ -38,9 +39,9 @@ from lighthouse.client import Connection, new_identity
 from lighthouse.config import MOST_STRANGERS, Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
-from lighthouse.own_address import bracketed
+from lighthouse.own_address import bracketed, resolve
 from lighthouse.sockets import ServerLimits, Waiter
-from lighthouse.waits import READ_S, Overdue
+from lighthouse.waits import READ_S, Overdue, in_time
 from lighthouse.wire import codec
 from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Request
 
@@ -444,26 +445,27 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
         )
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=timeout_s)
+    where, timeout = (store_addr, store_port), timedelta(seconds=timeout_s)
     if hosts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        limit = max(timeout, HOSTED)
         try:
             # Tenants: torch's default group of this process may have the same store.
-            store = dist.TCPStore(
-                store_addr,
-                store_port,
-                None,
-                True,
-                max(timeout, HOSTED),
+            store = _reach_store(
+                *where,
+                limit,
+                is_master=True,
                 wait_for_workers=False,
                 multi_tenant=True,
-                master_listen_fd=_of_this_machine(store_addr, store_port),
+                master_listen_fd=_of_this_machine(*where),
             )
             store.set_timeout(timeout)
             return store
-        # Another process listens there: the store's, or a stranger.
         except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            # Another process listens there: the store's, or a stranger.
             try:
-                dist.TCPStore(store_addr, store_port, None, False, min(timeout, HOSTED))
+                _reach_store(*where, min(timeout, HOSTED))
             except dist.DistError:
                 if timeout < HOSTED:  # a store may not have had the time to answer
                     raise
@@ -471,4 +473,29 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
                     f"rank 0 can't run its replica group's store at {store_addr}:{store_port}, and what "
                     f"listens there is no store: start the group again with another MASTER_PORT ({error})"
                 ) from error
-    return dist.TCPStore(store_addr, store_port, None, False, timeout)
+    return _reach_store(*where, timeout)
+
+
+def _reach_store(store_addr: str, store_port: int, limit: timedelta, **options: Any) -> Any:
+    """A store, within `limit`, which is also that of its calls. In a thread: torch tries for up to twice as
+    long, waits without end for what accepts a connection and says nothing, and hears no signal."""
+    import torch.distributed as dist
+
+    made, over = Future[Any](), threading.Event()
+
+    def make() -> None:
+        try:
+            made.set_result(dist.TCPStore(store_addr, store_port, None, timeout=limit, **options))
+        except Exception as error:
+            made.set_exception(error)
+        over.set()
+
+    threading.Thread(target=make, name="ft_core store", daemon=True).start()
+    if in_time(over.wait, time.monotonic() + limit.total_seconds()):
+        return made.result()
+    why = "it is MASTER_ADDR and MASTER_PORT"
+    try:
+        resolve(store_addr, store_port)
+    except ValueError as error:
+        why = str(error)
+    raise dist.DistNetworkError(f"no store answers at {store_addr}:{store_port}; {why}")

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch.rank_group import free_port
 from ft_core.replica.group_leader import peer_of
+from ft_core.shell import group_server
 from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer, Leader
 from lighthouse.config import MOST_STRANGERS, LighthouseConfig, split_address
 from lighthouse.server import LighthouseServer
@@ -128,3 +130,38 @@ def test_ranks_that_do_not_come_may_be_those_of_another_job(
     options = JobOptions.resolve(lighthouse="tcp://127.0.0.1:1")
     with pytest.raises(QuorumUnavailable, match="not all 8 ranks.* left over from another job"):
         GroupRendezvous(options).meet("lineage", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "why"),
+    [
+        ("1", "127.0.0.1", "no store answers at 127.0.0.1:"),
+        ("1", "no-such-host.invalid", "'no-such-host.invalid' does not resolve"),
+        ("0", "no-such-host.invalid", "'no-such-host.invalid' does not resolve"),
+    ],
+)
+def test_a_store_that_is_not_there_is_waited_for_as_long_as_is_said(
+    monkeypatch: pytest.MonkeyPatch, rank: str, where: str, why: str
+) -> None:
+    """torch takes up to twice its timeout, and what failed said of rank 0's own that a stranger has its port."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1] if rank == "1" else free_port()
+        for name, value in {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": where}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setattr(group_server, "HOSTED", timedelta(seconds=1))
+        options = JobOptions.resolve(lighthouse="tcp://127.0.0.1:1")
+        with pytest.raises(QuorumUnavailable, match=f"{why}.* left over from another job"):
+            GroupRendezvous(options).meet("lineage", 1.0)
+
+
+def test_rank_0_does_not_wait_at_a_port_whose_owner_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It accepts, and is no store: torch waits without end."""
+    monkeypatch.setattr(group_server, "HOSTED", timedelta(seconds=1))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(RuntimeError, match="what listens there is no store"),
+    ):
+        group_server.group_store("127.0.0.1", silent.getsockname()[1], 60.0, hosts=True)
