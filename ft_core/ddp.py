@@ -125,6 +125,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._shares = bool(self._shared)
         reduction.begin_with(self._trained_values(), self._shared)
         manager.register_vote_check(reduction.before_vote)
+        manager.register_step_end(reduction.step_over)
         me = weakref.ref(self)
 
         def compared() -> list[Tensor]:
@@ -136,6 +137,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. In training it first remembers the buffers, for a discard."""
+        if self._reduction.is_to_be_forgotten():
+            self.forget_forward()
         if self._shares and self.training and torch.is_grad_enabled():
             self._shared.begin()
         return super().forward(*inputs, **kwargs)
@@ -147,6 +150,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         members reduce nothing.
         """
         self.reducer._reset_state()
+        self._reduction.half_done = False
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Raises NotImplementedError: a hook would reduce in place of the manager."""
@@ -287,7 +291,9 @@ class _Reduction(dist.ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]  # 2.14's stub asks for a store
         self._manager = manager
         self._shared: SharedBuffers | None = None
-        self._begun = False
+        self._begun = self._in_step = self._missed = False
+        self.half_done = False
+        """A backward that synchronizes has begun, and has not come to its end."""
         self._values = self.unsent = 0
         self._divisor = 1
         self._on_their_way: list[StartedReduce] = []
@@ -311,6 +317,23 @@ class _Reduction(dist.ProcessGroup):
                 )
             )
 
+    def step_over(self, committed: bool) -> None:
+        """A step has ended; what its backward has sent does not count in the next one."""
+        self._in_step = False
+
+    def is_to_be_forgotten(self) -> bool:
+        """A forward begins: whether torch's reducer is to drop what the backward before it has left, which has
+        raised if it has left anything. In the same step the peers would take what comes now for the rest of it,
+        so that step is discarded. A backward that came to its end without some parameters is torch's to name."""
+        if torch._C._current_graph_task_id() >= 0:
+            return False
+        if self.half_done and self._in_step:
+            self._manager.report_error(RuntimeError("a backward pass raised an error"))
+        return not self._missed
+
+    def _backward_over(self) -> None:
+        self.half_done, self._missed = False, self.unsent > 0
+
     def getBackendName(self) -> str:
         return "ft-reduction"
 
@@ -318,6 +341,8 @@ class _Reduction(dist.ProcessGroup):
         """torch's reducer asks once a backward pass, at its first gradient; others at any time."""
         if self._begun and torch._C._current_graph_task_id() >= 0:
             self.unsent = self._values
+            self.half_done, self._in_step, self._missed = True, True, False
+            Variable._execution_engine.queue_callback(self._backward_over)
             self._divisor = self._manager.mean_divisor()
         return self._divisor
 

@@ -150,7 +150,47 @@ def test_a_backward_that_raises_leaves_nothing_to_wait_for() -> None:
     assert ThreadQuorum(2).run(steps) == [[True, False, True]] * 2
 
 
-def _raise(gradient: Tensor) -> Tensor:
+def test_a_loop_may_catch_what_a_signal_handler_raises_in_its_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Handlers run at the first line of Python that the backward comes to, which is ours."""
+    manager = ThreadQuorum(1).members[0]
+    model = DistributedDataParallel(manager, deep())
+    manager.start_quorum()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="of the user's"):
+        patch.setattr(type(model._reduction), "getSize", _raise)
+        model(torch.ones(1, 100)).mean().backward()
+    model(torch.ones(1, 100)).mean().backward()
+    assert manager.should_commit()
+
+
+@pytest.mark.parametrize("goes_on", ["in the next step", "in the same step"])
+def test_a_loop_may_catch_what_its_backward_raises(goes_on: str) -> None:
+    """Out of memory, say. torch would take it for a forward with unused parameters, in the next one."""
+
+    def steps(manager: ThreadManager) -> list[Any]:
+        model = DistributedDataParallel(manager, deep(), bucket_cap_mb=0.05)
+        manager.start_quorum()
+        hook = model.module[0].weight.register_hook(_raise)
+        with pytest.raises(RuntimeError, match="of the user's"):
+            model(torch.ones(1, 100)).mean().backward()
+        hook.remove()
+        if goes_on == "in the same step":
+            model(torch.ones(1, 100)).mean().backward()
+        first = manager.should_commit()
+        model.zero_grad()
+        manager.start_quorum()
+        model(torch.ones(1, 100)).mean().backward()
+        return [first, manager.should_commit(), gradients(model.module)]
+
+    torch.manual_seed(1)
+    results = ThreadQuorum(2).run(steps)
+    assert [result[:2] for result in results] == [[False, True]] * 2
+    for one, other in zip(results[0][2], results[1][2], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _raise(of: Any) -> Any:
     raise RuntimeError("of the user's")
 
 
@@ -260,6 +300,8 @@ def test_a_backward_that_misses_parameters_is_not_committed() -> None:
     model(torch.randn(1, 2)).sum().backward()
     manager.should_commit()
     assert "find_unused_parameters=True" in str(manager.errored())
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):  # torch's own words
+        model(torch.randn(1, 2))
 
 
 def test_asking_for_the_groups_size_is_no_backward() -> None:
