@@ -186,7 +186,7 @@ class _PlacedSampler:
     def __iter__(self) -> Iterator[Any]:
         # Forgets nothing: a loader with workers makes two iterators, and uses the second.
         if self.chosen is None:
-            return islice(self.draws.follow(iter(self._sampler)), self.skip, None)
+            return islice(self.draws.follow(lambda: iter(self._sampler)), self.skip, None)
         return iter(self.chosen)
 
     def begin_at(self, place: LoaderPlace) -> None:

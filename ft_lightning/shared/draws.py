@@ -3,7 +3,7 @@ epoch. A process that comes back has it at its start, and takes its peers' state
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,16 +36,28 @@ class Draws:
         if ended:
             self._generator.set_state(now)
 
-    def follow(self, items: Iterator[Any]) -> Iterator[Any]:
-        """`items` of an iteration that begins. The order is drawn with the first of them that is asked for."""
+    def follow(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The items of an iteration, which `begin()` begins. Some samplers draw the order there (torchdata's), and
+        others with the first item that is asked for. A loader with workers begins two, and uses the second."""
         self._before = None
-        return self._drawn(items)
+        if self._generator is None:
+            return begin()
+        if self._next is not None:
+            self._generator.set_state(self._next)
+        before = self._generator.get_state()
+        items = begin()
+        drawn = not torch.equal(before, self._generator.get_state())
+        if drawn:
+            self._before = before
+        return self._drawn(items, drawn)
 
-    def _drawn(self, items: Iterator[Any]) -> Iterator[Any]:
-        if self._generator is not None:
+    def _drawn(self, items: Iterator[Any], already: bool) -> Iterator[Any]:
+        assert self._generator is not None
+        if not already:
             if self._next is not None:
                 self._generator.set_state(self._next)
-            self._next, self._before = None, self._generator.get_state()
+            self._before = self._generator.get_state()
+        self._next = None
         yield from items
 
 

@@ -67,7 +67,7 @@ def _placing(cls: Any) -> dict[str, Any]:
     def __iter__(self: Any) -> Iterator[Any]:
         if self._ft_chosen is not None:
             return iter(self._ft_chosen)
-        return _later(self, self._ft_draws.follow(cls.__iter__(self)))
+        return _later(self, self._ft_draws.follow(lambda: cls.__iter__(self)))
 
     return {"__iter__": __iter__, "_ft_skip": 0, "_ft_chosen": None}
 
