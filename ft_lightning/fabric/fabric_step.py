@@ -38,7 +38,7 @@ from ft_lightning.fabric.fabric_agreements import (
     UNKNOWN,
     FabricAgreementsMixin,
 )
-from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window
+from ft_lightning.fabric.loop_position import LoaderPlace, Place, Progress, Where, Window
 from ft_lightning.shared.step_collectives import forget_unscaling
 
 log = logging.getLogger("ft_lightning")
@@ -97,7 +97,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._starting = self._started = self._healed = self._took_over = False
         self._fed_by_loader = False
         self._fetching: LoaderPlace | None = None
-        self._before: list[tuple[int, int, bool]] = []
+        self._before: list[Place] = []
         """Places of the loaders when the window began."""
         self._alone: Any = None
         """The optimizer that steps, where no loader says where a batch begins."""
@@ -440,8 +440,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._before = self._places()
         self._kept = self._copies()
 
-    def _places(self) -> list[tuple[int, int, bool]]:
-        return [(p.epoch, p.batch, p.active) for p in self.progress.places]
+    def _places(self) -> list[Place]:
+        return [place.now() for place in self.progress.places]
 
     def _go_to_window(self) -> None:
         for place, before in zip(self.progress.places, self._before, strict=False):

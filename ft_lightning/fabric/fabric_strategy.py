@@ -33,6 +33,7 @@ from ft_core.manager import Manager
 from ft_lightning.fabric.fabric_loggers import FabricLoggersMixin
 from ft_lightning.fabric.fabric_step import LEFT_OUT
 from ft_lightning.fabric.loop_position import LoaderPlace, Where, WindowPlace, follow, is_placeable
+from ft_lightning.shared.draws import travelling
 from ft_lightning.shared.launcher import SupervisorLauncher
 from ft_lightning.shared.registration import NAME
 from ft_lightning.shared.strategy_base import NoLongerLeads, refuse_lbfgs
@@ -455,7 +456,11 @@ class FTFabricMixin(FabricSavesMixin):
             "uncounted": 0 if lead is None else lead.uncounted,
             "schedulers": [s.state_dict() for s in self._schedulers],
             "precision": self.precision.state_dict(),
-            "progress": {**self.progress.state_dict(), "places": [[*p] for p in places]},
+            "progress": {
+                **self.progress.state_dict(),
+                "places": [[*place[:3]] for place in places],
+                "streams": [travelling(place[3]) for place in places],
+            },
             "registered": {
                 name: dict(thing) if isinstance(thing, dict) else thing.state_dict()
                 for name, thing in self._registered.items()

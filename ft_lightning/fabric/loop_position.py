@@ -29,9 +29,7 @@ from enum import Enum
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
-
-from ft_lightning.shared.draws import Draws
+from ft_lightning.shared.draws import Draws, is_stream, owner_of, state_of
 from ft_lightning.trainer.batches import (
     Origin,
     adopt,
@@ -42,6 +40,10 @@ from ft_lightning.trainer.batches import (
 )
 
 log = logging.getLogger("ft_lightning")
+
+
+Place = tuple[int, int, bool, Any]
+"""Of an iteration: its epoch and batch, whether it is under way, and the state of a stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +65,7 @@ class LoaderPlace:
         sampler: the DistributedSampler that divides its data; None: nothing that Fabric knows does.
         origin: how the batches of an epoch are numbered that was resumed with other batches.
         draws: the orders of its sampler, if that has a generator of its own.
+        stream: the state with which the next iteration of a stream begins; None: it begins as it would.
     """
 
     loader: Any = None
@@ -79,18 +82,26 @@ class LoaderPlace:
     sampler: Any = None
     origin: Origin = field(default_factory=Origin)
     draws: Draws = field(default_factory=lambda: Draws(None))
+    stream: Any = None
 
     @property
     def uncounted(self) -> int:
         """By how much the loop's own count of this epoch's batches is too small."""
         return self.batch - self.given
 
-    def go_to(self, epoch: int, batch: int, active: bool) -> None:
-        """Go to the place of another process's (or an earlier) iteration."""
+    def now(self) -> Place:
+        """Where `go_to` brings another process's iteration."""
+        return self.epoch, self.batch, self.active, state_of(self.loader)
+
+    def go_to(self, epoch: int, batch: int, active: bool, stream: Any = None) -> None:
+        """Go to the place of another process's (or an earlier) iteration. `stream`: its state of the data, if
+        those are a stream that has one."""
         if self.active:
             self.moved = self.moved or (epoch, batch) != (self.epoch, self.batch)
         else:
             self.resumed = active
+        if self.moved or not self.active:
+            self.stream = stream
         self.epoch, self.batch = epoch, batch
 
     def read_so_far(self) -> dict[str, int]:
@@ -98,7 +109,9 @@ class LoaderPlace:
         origin = self.origin.of(self.epoch)
         return {**read_so_far(self.loader, origin), "processes": self.processes}
 
-    def resume(self, epoch: int, batch: int, active: bool, before: dict[str, int]) -> str:
+    def resume(
+        self, epoch: int, batch: int, active: bool, before: dict[str, int], stream: Any
+    ) -> str:
         """Go to the place of a `state_dict`; a sentence for the user, if it can't be said which samples
         are left of the epoch, else ""."""
         processes = before.get("processes", self.processes)
@@ -109,7 +122,7 @@ class LoaderPlace:
         origin, number = found or (Origin(epoch), batch)
         self.moved = self.moved or (self.active and origin != self.origin.of(epoch))
         self.origin = origin
-        self.go_to(epoch, number, active)
+        self.go_to(epoch, number, active, stream)
         return unknown
 
 
@@ -151,6 +164,7 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
             "places": places,
             "data": data,
             "draws": [p.draws.state() for p in self.places],
+            "streams": [state_of(p.loader) for p in self.places],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,10 +176,11 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
             )
         self.epoch, self.step, self._passed = state["epoch"], state["step"], -1
         data = state.get("data") or [{} for _ in self.places]  # of 0.1.0
+        streams = state.get("streams") or [None for _ in self.places]
         said = [
-            place.resume(epoch, batch, bool(active), before)
-            for place, (epoch, batch, active), before in zip(
-                self.places, state["places"], data, strict=True
+            place.resume(epoch, batch, bool(active), before, stream)
+            for place, (epoch, batch, active), before, stream in zip(
+                self.places, state["places"], data, streams, strict=True
             )
         ]
         self.unknown = next(filter(None, said), "")
@@ -204,7 +219,7 @@ class _PlacedSampler:
 
 def is_placeable(loader: Any) -> bool:
     """Whether the loader can begin with a batch other than its first."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return not is_stream(loader)
 
 
 def follow(
@@ -216,8 +231,8 @@ def follow(
 ) -> None:
     """Make iterations of `loader` follow `place`; `boundary` is called before a batch is fetched.
 
-    Map-style data is placed by its sampler, which must give the same order for the same epoch. An
-    iterable has no place to go to: it starts over, and the log says so.
+    Map-style data is placed by its sampler, which must give the same order for the same epoch. A stream is
+    placed by its state. One that has none starts over, and the log says so.
     """
     sampler = _PlacedSampler(loader._index_sampler) if is_placeable(loader) else None
     if sampler is not None:
@@ -262,13 +277,9 @@ def _batches(
                 set_epoch(loader, place.epoch)
                 if sampler is not None:
                     sampler.begin_at(place)
-                elif place.moved:
-                    log.warning(
-                        "the data of %s starts over: an iterable has no position to go to, so some "
-                        "samples are seen twice or not at all in this epoch",
-                        cls.__name__,
-                    )
-                place.moved = False
+                else:
+                    _place_stream(loader, place, cls.__name__)
+                place.moved, place.stream = False, None
                 batches = cls.__iter__(loader)
             assert batches is not None
             try:
@@ -282,6 +293,18 @@ def _batches(
             yield batch
     finally:
         place.active = False
+
+
+def _place_stream(loader: Any, place: LoaderPlace, name: str) -> None:
+    owner = owner_of(loader)
+    if owner is not None and place.stream is not None:
+        owner.load_state_dict(place.stream)
+    elif place.moved:
+        log.warning(
+            "the data of %s starts over: an iterable without state_dict and load_state_dict has no position to "
+            "go to, so some samples are seen twice or not at all in this epoch",
+            name,
+        )
 
 
 # ---------------------------------------------------------------------- the window

@@ -1,13 +1,24 @@
-"""Samplers with a generator of their own (`WeightedRandomSampler(..., generator=g)`), which goes on from epoch to
-epoch. A process that comes back has it at its start, and takes its peers' state of it."""
+"""What a process that comes back takes of its peers' data besides the number of the batch.
+
+Samplers with a generator of their own (`WeightedRandomSampler(..., generator=g)`), which goes on from epoch to
+epoch: it has that at its start, and takes its peers' state of it. Streams, which no sampler places (iterable datasets,
+and loaders of a class of their own): one that keeps its place has `state_dict` and `load_state_dict`.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from ft_core.heal import UnsupportedObjectError, pack
+
+log = logging.getLogger("ft_lightning")
 
 
 class Draws:
@@ -70,3 +81,39 @@ def _own_generator(sampler: Any) -> torch.Generator | None:
         wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # by Lightning
         sampler = getattr(sampler, "sampler", wrapped)
     return None
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def is_stream(loader: object) -> bool:
+    """Whether no sampler says what `loader` gives."""
+    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+
+
+def owner_of(loader: Any) -> Any | None:
+    """What keeps the place in a stream: its loader, or a dataset that is read in this process; None: nothing does.
+
+    As in Lightning's checkpoints the state is one for all shards: how far, not of what.
+    """
+    owners = [loader] if is_stream(loader) else []
+    if owners and not getattr(loader, "num_workers", 0):
+        owners.append(getattr(loader, "dataset", None))
+    both = ("state_dict", "load_state_dict")
+    return next((o for o in owners if all(hasattr(o, name) for name in both)), None)
+
+
+def state_of(loader: Any) -> Any:
+    """The place in a stream, a copy; None: it has none that is kept."""
+    owner = owner_of(loader)
+    return None if owner is None else copy.deepcopy(owner.state_dict())
+
+
+def travelling(state: Any) -> Any:
+    """`state`; None, and a warning, if it can't be sent to a peer."""
+    try:
+        pack(state)
+    except UnsupportedObjectError as error:
+        log.warning("the state of a training data loader cannot travel: %s", error)
+        return None
+    return state

@@ -20,7 +20,6 @@ sentence if they have moved.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +27,10 @@ from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from ft_core.heal import UnsupportedObjectError, pack
 from ft_core.manager import Manager
-from ft_lightning.shared.draws import Draws
+from ft_lightning.shared.draws import Draws, is_stream, owner_of, state_of, travelling
 from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_lightning")
@@ -218,8 +216,7 @@ class Batches:
         return bool(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
     def _states_now(self, trainer: Any) -> list[Any]:
-        owners = [self._stateful(x) for x in trainer.fit_loop._combined_loader.flattened]
-        return [None if o is None else copy.deepcopy(o.state_dict()) for o in owners]
+        return [state_of(loader) for loader in trainer.fit_loop._combined_loader.flattened]
 
     def states(self, trainer: Any, *, mark: bool) -> list[Any]:
         """For each loader, the state that places a peer's loader at the mark; None: it has none.
@@ -228,12 +225,7 @@ class Batches:
         """
         if mark:
             self.mark(trainer)
-        for index, state in enumerate(self._marked):
-            try:
-                pack(state)
-            except UnsupportedObjectError as error:
-                log.warning("the state of a training data loader cannot travel: %s", error)
-                self._marked[index] = None
+        self._marked = [travelling(state) for state in self._marked]
         samplers = map(self.index_sampler, trainer.fit_loop._combined_loader.flattened)
         draws = (None if sampler is None else sampler._ft_draws.state() for sampler in samplers)
         return [drawn or state for drawn, state in zip_longest(draws, self._marked)]
@@ -251,7 +243,7 @@ class Batches:
         chosen, drawn = [], []
         for loader, state in zip_longest(loaders, states[: len(loaders)]):
             self._set_sampler_epoch(loader, epoch)
-            sampler, owner = self.index_sampler(loader), self._stateful(loader)
+            sampler, owner = self.index_sampler(loader), owner_of(loader)
             if sampler is not None and origin != Origin(epoch):
                 sampler._ft_chosen = batches_left(loader, origin)[done - origin.batch :]
                 chosen.append(sampler)
@@ -367,20 +359,9 @@ class Batches:
     @staticmethod
     def index_sampler(loader: object) -> Any | None:
         """What chooses the (batches of) samples of `loader`; None: nothing that can be asked."""
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        if not isinstance(loader, DataLoader) or is_stream(loader):
             return None
         return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-    def _stateful(self, loader: Any) -> Any | None:
-        """What keeps the place in a stream: its loader, or a dataset that is read in this process.
-
-        As in Lightning's checkpoints the state is one for all shards: how far, not of what.
-        """
-        owners = [loader] if self.index_sampler(loader) is None else []
-        if owners and not getattr(loader, "num_workers", 0):
-            owners.append(getattr(loader, "dataset", None))
-        both = ("state_dict", "load_state_dict")
-        return next((o for o in owners if all(hasattr(o, name) for name in both)), None)
 
     def _warn_unplaceable(self, loader: object) -> None:
         if not self._warned:

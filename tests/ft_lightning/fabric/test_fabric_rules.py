@@ -384,6 +384,47 @@ def test_an_iterable_starts_over_after_a_heal_and_that_is_said(
     assert "starts over" in caplog.text
 
 
+class Placed(Stream):
+    """Keeps its place, where it is read in this process."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 6:
+            self.at += 1
+            yield torch.tensor([self.at - 1.0])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_with_a_state_goes_on_at_its_peers_place(
+    address: str, fabric: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a heal in its second pass, and from what was saved within it."""
+    model, optimizer, loader = ready(fabric, DataLoader(Placed(), 2))
+    batches = (batch for _ in fabric.strategy.epochs(2) for batch in loader)
+    for _ in range(5):
+        fabric.backward(model(next(batches)).square().mean())
+        optimizer.step()
+    in_step = fabric.strategy._state()["progress"]  # which began with its second batch
+    for place, left in ((in_step, [2.0, 4.0]), (fabric.strategy.progress.state_dict(), [4.0])):
+        other = make(address)
+        try:
+            *_, again = ready(other, DataLoader(Placed(), 2))
+            other.strategy.progress.load_state_dict(place)
+            assert [float(batch[0]) for batch in again] == left
+            assert [float(batch[0]) for batch in again] == [0.0, 2.0, 4.0]
+        finally:
+            other.strategy.leave()
+    assert "starts over" not in caplog.text
+
+
 def test_data_that_fabric_does_not_know(fabric: Any) -> None:
     """The step begins at the forward."""
     net = nn.Linear(1, 1)
