@@ -33,6 +33,7 @@ from ft_core.launch.board import DUMP_SIGNAL, Board, Seen
 from ft_core.launch.keeping import Keeping
 from ft_core.launch.kept import Card
 from ft_core.launch.restarts import (
+    EXTERNAL_SIGNALS,
     NOT_AT_FAULT,
     OVER_EXIT_CODE,
     REMEMBERED,
@@ -42,6 +43,7 @@ from ft_core.launch.restarts import (
     History,
     RestartPolicy,
 )
+from ft_core.launch.warm.orders import Started
 from ft_core.launch.warm.starter import WarmStarter
 from lighthouse.files import hold_standard_streams
 from lighthouse.waits import Overdue
@@ -71,6 +73,7 @@ class Child:
         joined_at: since when that has taken part in a quorum; None: it has not.
         kill_at: when it is killed, having printed its stacks.
         exit_code: of the last process that ended, as Popen's: negative for a signal.
+        forked: whether the process that runs (or ended last) was forked from a template.
         given_up: it will not run again, and that was told.
         sent_away: it is killed, since it runs in vain, and that was told.
         history: how its processes ended that failed.
@@ -85,9 +88,27 @@ class Child:
     joined_at: float | None = None
     kill_at: float | None = None
     exit_code: int | None = None
+    forked: bool = False
     given_up: bool = False
     sent_away: bool = False
     history: History = ()
+
+    def begin(
+        self,
+        popen: Callable[..., subprocess.Popen[bytes]],
+        command: Sequence[str],
+        env: dict[str, str],
+        descriptors: Sequence[int],
+    ) -> None:
+        """Start its next process. Cold, if the last one was forked and has ended by an error: that may be one of what
+        was imported ahead. Lightning, for one, treats a class of loaders otherwise that was there before."""
+        code = self.exit_code or 0
+        external = code in NOT_AT_FAULT or -code in EXTERNAL_SIGNALS
+        if self.forked and code and not external:
+            popen = subprocess.Popen
+        # A process group of its own, so that the terminal's Ctrl-C reaches it only through us.
+        self.process = popen(command, env=env, process_group=0, pass_fds=descriptors)
+        self.forked = isinstance(self.process, Started) and self.process.warm
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -374,10 +395,9 @@ def supervise(
 
     def start(child: Child) -> None:
         board.clear(child.index)
-        # A process group of its own, so that the terminal's Ctrl-C reaches it only through us.
         told = child.supervision(count).environment() | board.environment(child.index)
         env = environment(child.index) | told
-        child.process = popen(command, env=env, process_group=0, pass_fds=board.descriptors)
+        child.begin(popen, command, env, board.descriptors)
         ends = child.index, child.process, events
         threading.Thread(target=_wait, args=ends, daemon=True).start()
 

@@ -523,13 +523,17 @@ def test_the_ranks_of_a_group_are_forked_too(bench: Bench) -> None:
         assert life == (warm, said)
 
 
-def test_a_supervisor_forks_what_it_starts_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_supervisor_forks_what_it_starts_again(tmp_path: Path, fails: bool) -> None:
+    """But for one that failed when it was forked."""
     bench = Bench(tmp_path)
     bench.starter.close()
     child = bench.script(
         """
         import os, pathlib, sys, time
         warm = "tinylib" in sys.modules
+        if warm and sys.argv[2] == "True":
+            sys.exit(1)
         import tinylib
         from ft_core.launch.board import slot
         from ft_core.launch.supervisor import die_with
@@ -564,15 +568,16 @@ def test_a_supervisor_forks_what_it_starts_again(tmp_path: Path) -> None:
         "parent.py",
     )
     env = {**bench.env, "FT_WARM_START": "1"}
-    with subprocess.Popen([*parent, str(tmp_path)], env=env) as process:
+    with subprocess.Popen([*parent, str(tmp_path), str(fails)], env=env) as process:
         until(lambda: (tmp_path / "ready").exists() and (tmp_path / "1.0").exists(), "the template")
         pid, warm = (tmp_path / "1.0").read_text().split()
         assert warm == "False"
         os.kill(int(pid), signal.SIGKILL)
-        until((tmp_path / "1.1").exists, "the second life")
+        last = tmp_path / ("1.2" if fails else "1.1")
+        until(last.exists, "the last life")
         (tmp_path / "over").write_text("")
         assert process.wait(PATIENCE_S) == 0
-    assert (tmp_path / "1.1").read_text().split()[1] == "True"
+    assert last.read_text().split()[1] == str(not fails)
 
 
 @pytest.mark.parametrize("said", ["0", "false", " OFF "])
