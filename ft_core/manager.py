@@ -317,7 +317,7 @@ class Manager:
         Raises:
             QuorumUnavailable: no quorum within the timeout; says what it waited for.
             JoinRefused: the lighthouse refuses this replica group, or its peers refuse it their state
-                (another `token`, `heal_allow_objects`); says why. TrainingOver: all others have finished.
+                (another `token`, `heal_allow_objects`); says why. TrainingOver, TooFewLeft: others have finished.
             LighthouseUnavailable: no lighthouse answers at the address.
             GroupBroken: another rank of this replica group is gone.
             StepInDoubt: the outcome of a vote that was given up is still not known.

@@ -38,6 +38,10 @@ class SettingsDiffer(JoinRefused):
     their state for what it has otherwise (a heal token, a sharding, a class)."""
 
 
+class TooFewLeft(JoinRefused):
+    """Others have finished the training, and without them no step can be made: this loop does more than theirs."""
+
+
 class TrainingOver(JoinRefused):
     """The training has finished while this process was away, or the script's next one has begun: nothing
     is left to do for it."""

@@ -37,7 +37,13 @@ from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer, 
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
-from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
+from lighthouse.errors import (
+    JoinRefused,
+    LighthouseUnavailable,
+    SettingsDiffer,
+    TooFewLeft,
+    TrainingOver,
+)
 from lighthouse.own_address import address_that_answers, advertised_host
 from lighthouse.process_watch import ProcessWatch, Report
 from lighthouse.wire.messages import (
@@ -45,6 +51,7 @@ from lighthouse.wire.messages import (
     DENIED,
     NOT_HELD,
     OVER,
+    TOO_FEW_LEFT,
     UNLIKE,
     JobKey,
     Join,
@@ -171,7 +178,7 @@ class Session:
         return group, leader.replica_id, leader.identity.encode()
 
     def check_refused(self) -> None:
-        """Raises JoinRefused (TrainingOver, SettingsDiffer) if the lighthouse refuses this replica group, GroupBroken
+        """Raises JoinRefused (TrainingOver, TooFewLeft, SettingsDiffer) if the lighthouse refuses this replica group, GroupBroken
         (GroupLeft) if the group has lost a rank (has left with one that was told to end)."""
         status = self.control.status
         if status.refused:
@@ -183,6 +190,8 @@ class Session:
                 raise GroupBroken(status.reason)
             if OVER in status.reason:
                 raise TrainingOver(status.reason)
+            if status.reason.startswith(TOO_FEW_LEFT):
+                raise TooFewLeft(status.reason)
             denied = status.reason.startswith(DENIED) and WITHHELD not in status.reason
             unlike = denied or UNLIKE in status.reason
             raise (SettingsDiffer if unlike else JoinRefused)(status.reason)

@@ -40,6 +40,7 @@ from ft_lightning.fabric.fabric_agreements import (
 )
 from ft_lightning.fabric.loop_position import LoaderPlace, Place, Progress, Where, Window
 from ft_lightning.shared.step_collectives import forget_unscaling
+from lighthouse.errors import TooFewLeft
 
 log = logging.getLogger("ft_lightning")
 
@@ -198,6 +199,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         assert manager is not None
         self._thread = threading.get_ident()
         self._starting, self._where, self._healed = True, where, False
+        too_few = False
         if where is not Where.ROUND:
             self._before_rounds.discard(self._votes)
         try:
@@ -208,12 +210,16 @@ class FabricStepMixin(FabricAgreementsMixin):
             while self._visit is not None:
                 self._sit_in(self._visit)
                 manager.start_quorum()
+        except TooFewLeft:
+            if where is not Where.BOUNDARY:
+                raise
+            too_few = True  # there may be no batch, as for the others. If there is, its backward asks again
         except GroupLeft:  # another rank of this group received SIGTERM, so this one ends, too
             self._sigterm.end()
         finally:
             self._starting = False
             self._where = where if where is Where.ROUND else None
-        self._open = where is not Where.ROUND
+        self._open = where is not Where.ROUND and not too_few
         self._follow_quorum()
         if self._part is not None and where is not Where.ROUND:
             self._follow_share(self._part, where)

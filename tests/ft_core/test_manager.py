@@ -18,7 +18,13 @@ from ft_core.shell import session
 from ft_core.shell.control import SPIN_S
 from ft_core.state import CHANGED_WHILE_SERVED
 from ft_core.telemetry import REVOKED
-from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
+from lighthouse.errors import (
+    JoinRefused,
+    LighthouseUnavailable,
+    SettingsDiffer,
+    TooFewLeft,
+    TrainingOver,
+)
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S, until
 
@@ -686,7 +692,7 @@ def test_a_loop_that_is_longer_than_its_peers_ends_where_too_few_are_left(betwee
             b.run_to(2)
             if between:
                 assert ended.wait(PATIENCE_S)
-            with pytest.raises(JoinRefused, match="too few are left for min_replicas=2: this loop"):
+            with pytest.raises(TooFewLeft, match="too few are left for min_replicas=2: this loop"):
                 b.run_to(4)
             assert b.manager.current_step() == 2
             b.close()

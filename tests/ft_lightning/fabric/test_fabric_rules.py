@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ft_core.launch.board import slot
 from ft_core.launch.kept import Card
+from lighthouse.errors import TooFewLeft
 from tests.ft_lightning.fabric.scheduled import set_up
 from tests.harness.cluster import as_child, board_of
 from tests.harness.lighthouses import patient_lighthouse
@@ -423,6 +424,29 @@ def test_a_stream_with_a_state_goes_on_at_its_peers_place(
         finally:
             other.strategy.leave()
     assert "starts over" not in caplog.text
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_where_others_have_finished_a_batch_may_be_asked_for_and_not_be_there(
+    fabric: Any, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """With `min_replicas` at the number of groups: at the end of a stream, and of `zip(loader, shorter)`."""
+    model, optimizer, loader = ready(fabric, DataLoader(Stream(), 2))
+    batches = iter(loader)
+    for _ in range(2 if there else 3):
+        fabric.backward(model(next(batches)).square().mean())
+        optimizer.step()
+
+    def left(**_: Any) -> None:
+        raise TooFewLeft("others have finished")
+
+    monkeypatch.setattr(fabric.strategy.manager, "start_quorum", left)
+    if not there:
+        assert next(batches, None) is None
+        return
+    batch = next(batches)
+    with pytest.raises(TooFewLeft):
+        fabric.backward(model(batch).square().mean())
 
 
 def test_data_that_fabric_does_not_know(fabric: Any) -> None:
