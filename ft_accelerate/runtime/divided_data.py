@@ -151,6 +151,16 @@ def is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
 
 
+def stateful_dataset(loader: Any) -> Any | None:
+    """Its dataset, if that is read in this process and keeps its place; None: it isn't, or doesn't."""
+    base = loader.base_dataloader
+    dataset = base.dataset
+    while isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    both = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return dataset if both and not base.num_workers else None
+
+
 def skips_by_index(loader: Any) -> bool:
     """Whether a pass over this loader can begin in its middle without reading what lies before."""
     return (

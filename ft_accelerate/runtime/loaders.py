@@ -20,6 +20,7 @@ from ft_accelerate.runtime.divided_data import (
     read_as,
     refuse_uneven,
     seeded_sampler,
+    stateful_dataset,
 )
 from ft_accelerate.runtime.process import active
 from ft_accelerate.runtime.runtime import Runtime
@@ -213,6 +214,8 @@ class _Pass:
         loader, generator = self._loader, self._generator
         if loader not in _first_batches:
             before = None if generator is None else generator.get_state()
+            dataset = stateful_dataset(loader)
+            place = None if dataset is None else copy.deepcopy(dataset.state_dict())
             if is_stateful(loader):
                 batch = next(iter(loader.base_dataloader))
                 loader.base_dataloader.load_state_dict({})  # forget it
@@ -220,6 +223,8 @@ class _Pass:
                 alone = copy.copy(loader.base_dataloader)
                 alone._iterator = None  # its workers go with it
                 batch = next(iter(alone))
+            if dataset is not None:  # which has gone on
+                dataset.load_state_dict(place)
             if generator is not None and before is not None:
                 generator.set_state(before)
             if loader.device is not None:

@@ -1,0 +1,50 @@
+"""Passes over prepared loaders, without a quorum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, IterableDataset
+
+from ft_accelerate.runtime.loaders import _Pass
+
+
+class Placed(IterableDataset[Any]):
+    """Keeps its place, where it is read in this process."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 8:
+            self.at += 1
+            yield torch.tensor(self.at - 1)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_the_batch_that_a_past_shows_does_not_move_its_data(stateful: bool) -> None:
+    if stateful:
+        pytest.importorskip("torchdata")
+    loader = prepare_data_loader(
+        DataLoader(Placed(), 2),
+        num_processes=2,
+        process_index=1,
+        put_on_device=False,
+        dispatch_batches=False,
+        use_stateful_dataloader=stateful,
+    )
+    shown: Any = SimpleNamespace(_loader=loader, _generator=None)
+    assert _Pass._first_batch(shown).tolist() == [2, 3]
+    assert [batch.tolist() for batch in loader.base_dataloader] == [[2, 3], [6, 7]]
