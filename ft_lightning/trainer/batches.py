@@ -198,11 +198,13 @@ class Batches:
 
         Only streams have a state. Other loaders are placed by index, or not at all.
         """
-        self._marked = []
+        self._marked = self._states_before_next(trainer)
+
+    def _states_before_next(self, trainer: Any) -> list[Any]:
         if not self._is_ahead(trainer):
-            self._marked = self._states_now(trainer)
-        elif self._ahead[0] == (epochs_done(trainer), batches_done(trainer)):
-            self._marked = self._ahead[1]
+            return self._states_now(trainer)
+        here = epochs_done(trainer), batches_done(trainer)
+        return self._ahead[1] if self._ahead[0] == here else []
 
     def fetches(self, trainer: Any) -> None:
         """A batch is fetched now, at a boundary."""
@@ -295,14 +297,17 @@ class Batches:
 
     # ------------------------------------------------------------------ resumed within an epoch
 
-    def read_so_far(self, trainer: Any) -> dict[str, int]:
+    def read_so_far(self, trainer: Any) -> dict[str, Any]:
         """For a checkpoint: what `resume` needs to know of the epoch under way."""
         combined = trainer.fit_loop._combined_loader
         loaders = [] if combined is None else combined.flattened
         only = loaders[0] if len(loaders) == 1 else None
-        return read_so_far(only, self.origin.of(epochs_done(trainer)))
+        read: dict[str, Any] = read_so_far(only, self.origin.of(epochs_done(trainer)))
+        if self.has_streams and combined is not None:
+            read["streams"] = [travelling(s) for s in self._states_before_next(trainer)]
+        return read
 
-    def resume(self, trainer: Any, before: dict[str, int], *, same_world: bool) -> bool:
+    def resume(self, trainer: Any, before: dict[str, Any], *, same_world: bool) -> bool:
         """A fit begins with loaded counters: let the epoch go on with the samples that were not read.
         False: it can't be said which these are. Call it before the loops go on.
 
@@ -316,6 +321,9 @@ class Batches:
             return True
         # A loader with a state of its own was given that by Lightning.
         if any(self.index_sampler(x) is None or hasattr(x, "load_state_dict") for x in loaders):
+            for loader, state in zip_longest(loaders, before.get("streams", ())[: len(loaders)]):
+                if is_stream(loader) and not hasattr(loader, "load_state_dict"):
+                    self._resume_stream(loader, state)
             return same_world
         only = loaders[0] if len(loaders) == 1 else None
         found = goes_on(only, before, epoch=epoch, done=done, same_world=same_world)
@@ -363,11 +371,18 @@ class Batches:
             return None
         return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
+    def _resume_stream(self, loader: Any, state: Any) -> None:
+        owner = owner_of(loader)
+        if owner is not None and state is not None:
+            owner.load_state_dict(state)
+        else:
+            self._warn_unplaceable(loader)
+
     def _warn_unplaceable(self, loader: object) -> None:
         if not self._warned:
             self._warned = True
             log.warning(
-                "after a heal the data of %s continues where this process's own iterator starts: "
+                "the data of %s continues where this process's own iterator starts: "
                 "an iterable has no position to restore, so some samples are seen twice or not at "
                 "all in this epoch",
                 type(loader).__name__,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ft_lightning.trainer.batches import Batches, Preparing
 from lighthouse.files import machine_file
@@ -81,6 +82,60 @@ def goes_on_where_a_peer_is(mode: str, done: int, **workers: Any) -> None:
         assert rest(fit_loop) == whole[done:]
         iter(fit_loop._data_fetcher)
         assert rest(fit_loop) == whole, "the next epoch"
+
+
+class Placed(IterableDataset[Any]):
+    """Keeps its place, where it is read in this process."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 6:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class OfKnownLength(Placed):
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("kind", [Placed, OfKnownLength])
+def test_an_epoch_of_a_stream_goes_on_where_it_was_saved(kind: type[Placed]) -> None:
+    """Lightning keeps the place of a loader, and not of its dataset. One of unknown length is read ahead."""
+
+    def begun(done: int) -> tuple[Any, Batches]:
+        loop = epoch_of(DataLoader(kind(), 1))
+        loop.epoch_loop.batch_progress = SimpleNamespace(
+            current=SimpleNamespace(ready=done, completed=done), is_last_batch=False
+        )
+        loop.epoch_loop.restarted_on_train_batch_end = False
+        loop.restarted_mid_epoch = done > 0
+        batches = Batches(lambda loader, number: None)
+        (loader,) = loop._combined_loader.flattened
+        batches.adopt_loader(loader)
+        return SimpleNamespace(fit_loop=loop), batches
+
+    trainer, batches = begun(0)
+    iter(trainer.fit_loop._data_fetcher)
+    for _ in range(2):
+        batches.fetches(trainer)
+        next(trainer.fit_loop._data_fetcher)
+        trainer.fit_loop.epoch_loop.batch_progress.current.ready += 1
+    saved = pickle.loads(pickle.dumps(batches.read_so_far(trainer)))
+    left = [int(batch) for batch in rest(trainer.fit_loop)]
+    trainer, batches = begun(2)
+    assert batches.resume(trainer, saved, same_world=True)
+    iter(trainer.fit_loop._data_fetcher)
+    assert [int(batch) for batch in rest(trainer.fit_loop)] == left == [2, 3, 4, 5]
 
 
 def _is_locked(subject: str) -> bool:
