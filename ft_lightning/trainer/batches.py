@@ -133,6 +133,8 @@ class Batches:
         self.origin = Origin()
         """Of the epoch in the middle of which this fit was resumed with other batches."""
         self._resumes = False
+        self._kept: list[Any] = []
+        """The states of the streams with which it was saved."""
         self.known_length = True
         """Whether the epoch under way ends after a number of batches that Lightning knows."""
         self.has_streams = False
@@ -201,6 +203,8 @@ class Batches:
         self._marked = self._states_before_next(trainer)
 
     def _states_before_next(self, trainer: Any) -> list[Any]:
+        if self._resumes:  # it goes there when it has a quorum, in which peers may ask already
+            return self._kept
         if not self._is_ahead(trainer):
             return self._states_now(trainer)
         here = epochs_done(trainer), batches_done(trainer)
@@ -242,6 +246,7 @@ class Batches:
         origin = self.origin.of(epoch)
         loaders = fit_loop._combined_loader.flattened
         self._marked, self._resumes = list(states), False
+        self._ahead = (epoch, done), list(states)
         chosen, drawn = [], []
         for loader, state in zip_longest(loaders, states[: len(loaders)]):
             self._set_sampler_epoch(loader, epoch)
@@ -321,9 +326,11 @@ class Batches:
             return True
         # A loader with a state of its own was given that by Lightning.
         if any(self.index_sampler(x) is None or hasattr(x, "load_state_dict") for x in loaders):
-            for loader, state in zip_longest(loaders, before.get("streams", ())[: len(loaders)]):
+            self._kept = before.get("streams", []) if same_world else []
+            self._resumes = bool(self._kept) and all(map(is_stream, loaders))
+            for loader in [] if self._resumes else loaders:
                 if is_stream(loader) and not hasattr(loader, "load_state_dict"):
-                    self._resume_stream(loader, state)
+                    self._warn_unplaceable(loader)
             return same_world
         only = loaders[0] if len(loaders) == 1 else None
         found = goes_on(only, before, epoch=epoch, done=done, same_world=same_world)
@@ -340,7 +347,7 @@ class Batches:
     def begin(self, trainer: Any) -> None:
         """The first batch of a step is about to be fetched."""
         if self._resumes:  # and no peer's place was taken
-            self.jump(trainer)
+            self.jump(trainer, self._kept)
         self.known_length = trainer.fit_loop._data_fetcher.length is not None
         if self.has_streams:
             self.mark(trainer)
@@ -370,13 +377,6 @@ class Batches:
         if not isinstance(loader, DataLoader) or is_stream(loader):
             return None
         return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-    def _resume_stream(self, loader: Any, state: Any) -> None:
-        owner = owner_of(loader)
-        if owner is not None and state is not None:
-            owner.load_state_dict(state)
-        else:
-            self._warn_unplaceable(loader)
 
     def _warn_unplaceable(self, loader: object) -> None:
         if not self._warned:
