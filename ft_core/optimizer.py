@@ -1,14 +1,16 @@
-"""OptimizerWrapper: begins a step of the manager, and steps the optimizer if it was committed."""
+"""OptimizerWrapper: begins a step of the manager, and steps the optimizer if it was committed. And what an
+optimizer may not train."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer as TorchOptimizer
@@ -248,3 +250,77 @@ def _describe(optim: TorchOptimizer) -> str:
     digest = blake2b(repr(shapes).encode(), digest_size=6).hexdigest()
     sizes = "+".join(str(len(group)) for group in shapes)
     return f"{type(optim).__name__} of {sizes} tensors ({digest})"
+
+
+# ---------------------------------------------------------------- what no model averages
+# torch's DDP averages the gradients of the parameters that are in the model, and trainable, when it wraps it. Under
+# stock DDP each process trains all others by itself, without a word; nor would they heal.
+
+MOST_NAMED = 3
+
+Frozen = list[tuple[str, nn.Parameter]]
+
+
+def frozen_parameters(module: nn.Module) -> Frozen:
+    """Those that are frozen when `module` is wrapped, with their names."""
+    return [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+
+
+def refuse_unfrozen(
+    frozen: Frozen, optimizer: torch.optim.Optimizer, when: str, advice: str
+) -> None:
+    """Raise ValueError if `optimizer` is about to train one of `frozen`; see `refuse_once_frozen`."""
+    if any(p.grad is not None for _, p in frozen):
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [name for name, p in frozen if p.grad is not None and id(p) in trained]
+        refuse_once_frozen(names, when, advice)
+
+
+def refuse_once_frozen(names: list[str], when: str, advice: str) -> None:
+    """Raise ValueError if there are parameters that were frozen `when` gradients to average were chosen, and are trained
+    now; `advice` is a sentence."""
+    if names:
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        raise ValueError(
+            f"{', '.join(names[:MOST_NAMED])}{more}: frozen {when}, and trained now. Their gradients are not "
+            "averaged, so that each replica group had weights of its own (stock DDP says nothing of it). "
+            f"{advice}"
+        )
+
+
+class Strangers:
+    """What optimizers train and none of `modules` has. `advice` is a sentence. The loop's thread."""
+
+    def __init__(self, modules: Callable[[], Iterable[Any]], advice: str) -> None:
+        self._models, self._advice = modules, advice
+        self._found: weakref.WeakKeyDictionary[Any, tuple[int, list[Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if `optimizer` is about to train such a parameter."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._found.get(optimizer, (None, []))[0] != count:
+            self._found[optimizer] = count, self.of(optimizer)
+        if any(p.grad is not None for p in self._found[optimizer][1]):
+            now = self.of(optimizer)  # there may be more modules by now
+            self._found[optimizer] = count, now
+            self.refuse_these([p for p in now if p.grad is not None])
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Those of `optimizer`, in its order."""
+        modules = (each for each in self._models() if isinstance(each, nn.Module))
+        known = {id(p) for module in modules for p in module.parameters()}
+        all_ = (p for group in optimizer.param_groups for p in group["params"])
+        return [p for p in all_ if id(p) not in known]
+
+    def refuse_these(self, parameters: list[Tensor]) -> None:
+        """Raise ValueError if there are any."""
+        if parameters:
+            shapes = ", ".join(str(list(p.shape)) for p in parameters[:MOST_NAMED])
+            more = ", ..." if len(parameters) > MOST_NAMED else ""
+            raise ValueError(
+                f"the optimizer trains {len(parameters)} parameters (of shapes {shapes}{more}) that are in no "
+                "model whose gradients are averaged, so that each replica group would have weights of its own "
+                f"(stock DDP says nothing of it). {self._advice}"
+            )

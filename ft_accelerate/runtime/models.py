@@ -16,13 +16,8 @@ from torch.autograd import Variable
 
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.collectives.retry import RetryableReducer
-from ft_core.ddp import (
-    RetryableDistributedDataParallel,
-    Strangers,
-    frozen_parameters,
-    never_compile,
-    refuse_unfrozen,
-)
+from ft_core.ddp import RetryableDistributedDataParallel, never_compile
+from ft_core.optimizer import Strangers, frozen_parameters, refuse_unfrozen
 
 UNUSED_HINT = (
     "pass kwargs_handlers="

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
-from ft_core.ddp import Frozen, Strangers, refuse_unfrozen
 from ft_core.errors import GroupLeft
 from ft_core.launch.ending import Sigterm
+from ft_core.optimizer import Frozen, Strangers, refuse_unfrozen
 from ft_core.replica.status import Participation
 from ft_core.step import update
 from ft_lightning.fabric.averaged_gradients import AveragedGradients

@@ -23,13 +23,14 @@ import torch
 from torch import nn
 
 from ft_core.collectives.retry import RetryableReducer
-from ft_core.ddp import RetryableDistributedDataParallel, frozen_parameters
+from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.environment import SHARED_JOB
 from ft_core.heal import digest
 from ft_core.launch import board
 from ft_core.launch.supervisor import say
 from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
+from ft_core.optimizer import frozen_parameters
 from ft_lightning.fabric.fabric_loggers import FabricLoggersMixin
 from ft_lightning.fabric.fabric_step import LEFT_OUT
 from ft_lightning.fabric.loop_position import LoaderPlace, Where, WindowPlace, follow, is_placeable

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_core.ddp import Strangers, refuse_once_frozen
+from ft_core.optimizer import Strangers, refuse_once_frozen
 
 UNFREEZE = "Unfreeze them in a BaseFinetuning callback, or before another fit"
 REGISTER = (
