@@ -137,8 +137,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. In training it first remembers the buffers, for a discard."""
-        if self._reduction.is_to_be_forgotten():
-            self.forget_forward()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._forget_what_was_cut_short()
         if self._shares and self.training and torch.is_grad_enabled():
             self._shared.begin()
         return super().forward(*inputs, **kwargs)
@@ -150,7 +150,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         members reduce nothing.
         """
         self.reducer._reset_state()
-        self._reduction.half_done = False
+        if not self.find_unused_parameters:
+            self._freeze_buckets()  # it would regroup, in this member alone
+
+    def _forget_what_was_cut_short(self) -> None:
+        """A backward that has raised leaves torch's reducer in the middle of its work. One that has come to its end
+        without some parameters does, too: then torch's own error, which says so, follows."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError:
+            if self._reduction.was_cut_short():
+                self.forget_forward()
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Raises NotImplementedError: a hook would reduce in place of the manager."""
@@ -292,8 +302,6 @@ class _Reduction(dist.ProcessGroup):
         self._manager = manager
         self._shared: SharedBuffers | None = None
         self._begun = self._in_step = self._missed = False
-        self.half_done = False
-        """A backward that synchronizes has begun, and has not come to its end."""
         self._values = self.unsent = 0
         self._divisor = 1
         self._on_their_way: list[StartedReduce] = []
@@ -321,18 +329,17 @@ class _Reduction(dist.ProcessGroup):
         """A step has ended; what its backward has sent does not count in the next one."""
         self._in_step = False
 
-    def is_to_be_forgotten(self) -> bool:
-        """A forward begins: whether torch's reducer is to drop what the backward before it has left, which has
-        raised if it has left anything. In the same step the peers would take what comes now for the rest of it,
-        so that step is discarded. A backward that came to its end without some parameters is torch's to name."""
-        if torch._C._current_graph_task_id() >= 0:
+    def was_cut_short(self) -> bool:
+        """Whether the last backward has raised. In the same step the peers would take what comes now for the rest of
+        it, so that step is discarded."""
+        if self._missed or torch._C._current_graph_task_id() >= 0:
             return False
-        if self.half_done and self._in_step:
+        if self._in_step:
             self._manager.report_error(RuntimeError("a backward pass raised an error"))
-        return not self._missed
+        return True
 
     def _backward_over(self) -> None:
-        self.half_done, self._missed = False, self.unsent > 0
+        self._missed = self.unsent > 0
 
     def getBackendName(self) -> str:
         return "ft-reduction"
@@ -341,7 +348,7 @@ class _Reduction(dist.ProcessGroup):
         """torch's reducer asks once a backward pass, at its first gradient; others at any time."""
         if self._begun and torch._C._current_graph_task_id() >= 0:
             self.unsent = self._values
-            self.half_done, self._in_step, self._missed = True, True, False
+            self._in_step, self._missed = True, False
             Variable._execution_engine.queue_callback(self._backward_over)
             self._divisor = self._manager.mean_divisor()
         return self._divisor

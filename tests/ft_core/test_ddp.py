@@ -190,6 +190,66 @@ def test_a_loop_may_catch_what_its_backward_raises(goes_on: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+class Downwards(nn.Module):
+    """Its layers are used in another order than they are registered in: torch's reducer would regroup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = deep()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def test_buckets_stay_as_they_are_when_a_forward_is_forgotten() -> None:
+    """As after a backward that has raised in one member. It would average the gradients of other parameters than
+    its peer, and no line would say so."""
+
+    def steps(manager: ThreadManager) -> list[list[Tensor]]:
+        torch.manual_seed(1)
+        model = DistributedDataParallel(manager, Downwards(), bucket_cap_mb=0.05)
+        found = []
+        for step in range(4):
+            manager.start_quorum()
+            model.zero_grad()
+            if step == 1 and manager.rank == 0:
+                model.forget_forward()
+            model(torch.ones(1, 100)).mean().backward()
+            assert manager.should_commit()
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        return found
+
+    for first, *later in ThreadQuorum(2).run(steps):
+        for found in later:
+            for one, other in zip(first, found, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("between", ["no_grad", "eval", "no_sync"])
+def test_a_forward_between_forward_and_backward_changes_nothing(between: str) -> None:
+    def steps(manager: ThreadManager) -> list[Any]:
+        torch.manual_seed(1)
+        model = DistributedDataParallel(manager, deep())
+        manager.start_quorum()
+        loss = model(torch.full((1, 100), 1.0 + manager.rank)).mean()
+        if between == "no_sync":
+            with model.no_sync():
+                model(torch.ones(1, 100))
+        else:
+            model.train(between != "eval")
+            with torch.no_grad():
+                model(torch.ones(1, 100))
+        loss.backward()
+        assert manager.should_commit()
+        return gradients(model.module)
+
+    one, other = ThreadQuorum(2).run(steps)
+    for mine, its in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=0)
+
+
 def _raise(of: Any) -> Any:
     raise RuntimeError("of the user's")
 
