@@ -130,3 +130,11 @@ MUST_AGREE = ("epoch", "index", "digest", "lr", "ticks", "average", "count")
 def compare(a: list[Line], b: list[Line]) -> int:
     """Assert that two replicas agree at every step that both logged; returns how many those are."""
     return compare_steps(a, b, MUST_AGREE)
+
+
+def forget_accelerate() -> None:
+    """Let the next test of this process make Accelerate's states anew."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

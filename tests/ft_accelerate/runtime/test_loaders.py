@@ -12,6 +12,13 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
 
 from ft_accelerate.runtime.loaders import _Pass
+from tests.ft_accelerate.harness import forget_accelerate
+
+
+@pytest.fixture(autouse=True)
+def forgets() -> Iterator[None]:
+    yield
+    forget_accelerate()
 
 
 class Placed(IterableDataset[Any]):

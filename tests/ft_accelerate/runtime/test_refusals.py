@@ -16,7 +16,7 @@ from accelerate import (
     DistributedDataParallelKwargs,
     ParallelismConfig,
 )
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
@@ -25,6 +25,7 @@ from ft_accelerate.install import install, uninstall
 from ft_accelerate.options import ENV_USE
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime.models import FaultTolerantModel
+from tests.ft_accelerate.harness import forget_accelerate
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +41,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install()
     yield
     uninstall()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
     if dist.is_initialized():
         dist.destroy_process_group()
 
