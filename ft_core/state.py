@@ -251,7 +251,8 @@ class State:
             manifest, tensors = pack(self._all(), allow_objects)
             packed = {"manifest": manifest, "tensors": tensors}
             holds = partial(_holds, session, (status.step, status.lineage))
-            session.plane.publish(status.step, status.lineage, packed, 0, holds, copy=self._copies)
+            position = status.step, status.lineage
+            session.plane.publish(*position, packed, 0, holds, copy=self._copies, shown=True)
         except Exception as error:  # the user's code, or what it has put into the state
             session.plane.withhold(NEXT.step, NEXT.lineage, repr(error))
         else:

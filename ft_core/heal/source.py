@@ -169,6 +169,7 @@ class HealServer:
         self._expected_targets = 0
         self._finished_targets = 0
 
+        self._is_shown = False
         self.observed_from: int | None = None
         """The step from which on an observer waits for a version; None: none waits. Read only."""
         self._arena = Arena()
@@ -233,8 +234,10 @@ class HealServer:
         copy: bool = True,
         expected_targets: int = 0,
         holds: Callable[[], bool] = lambda: True,
+        shown: bool = False,
     ) -> None:
-        """Serve the state `tree` as version `key` from now on, and the one before no longer.
+        """Serve the state `tree` as version `key` from now on, and the one before no longer: to members, or
+        `shown` to observers, for which a state travels in another form.
 
         With `copy`, takes a snapshot: the tree may change as soon as this returns. A snapshot of
         the same version that is served already stays in use. Without `copy`, large tensors are
@@ -248,7 +251,8 @@ class HealServer:
         self._check_open()
         start = time.perf_counter()
         current = self._publication
-        if current is not None and current.key == key and current.complete():
+        same = current is not None and (current.key, self._is_shown) == (key, shown)
+        if current is not None and same and current.complete():
             with self._lock:  # equal keys are equal states: readers that are half done go on
                 self._expected_targets = expected_targets
                 self._finished_targets = 0
@@ -261,7 +265,7 @@ class HealServer:
             if not holds():
                 self._disowned.append(publication)
                 return
-            self._publication, self._withheld = publication, None
+            self._publication, self._withheld, self._is_shown = publication, None, shown
             self._retired.pop(key, None)
             self._expected_targets = expected_targets
             self._finished_targets = 0
@@ -395,8 +399,9 @@ class HealServer:
         current = self._publication
         if current is None or reader.publication is not None:
             return False
-        next_one = reader.key.lineage == ANY and reader.key.step <= current.key.step
-        return next_one or reader.key == current.key
+        if self._is_shown:
+            return reader.key.lineage == ANY and reader.key.step <= current.key.step
+        return reader.key == current.key
 
     def _notify(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: the thread will wake up anyway

@@ -322,16 +322,19 @@ class DataPlane:
         holds: Callable[[], bool],
         *,
         copy: bool = False,
+        shown: bool = False,
     ) -> None:
-        """Serve `tree` as the state (step, lineage) to `targets` members; returns at once, unless it is to
-        `copy` all of it.
+        """Serve `tree` as the state (step, lineage) to `targets` members, or `shown` to observers; returns at once,
+        unless it is to `copy` all of it.
 
         Else large tensors are served as they are: the step that follows must not change them before
         `freeze` was called. Small ones are copied. `holds`: whether this rank still holds that state.
         """
         start = time.perf_counter()
         key = HealKey(step, lineage)
-        self._server.publish(key, tree, copy=copy, expected_targets=targets, holds=holds)
+        self._server.publish(
+            key, tree, copy=copy, expected_targets=targets, holds=holds, shown=shown
+        )
         self._telemetry.emit(SERVE, step=step, seconds=time.perf_counter() - start)
 
     def withhold(self, step: int, lineage: str, reason: str) -> None:

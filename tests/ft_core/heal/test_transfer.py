@@ -696,9 +696,26 @@ def test_a_version_has_its_observer_from_the_moment_in_which_it_is_published(
         observer = pool.submit(fetch, [server.address], NEXT, deadline=soon())
         until(lambda: server.observed_from is not None, "the observer")
         assert server.quiet
-        server.publish(KEY, state(1))
+        server.publish(KEY, state(1), shown=True)
         quiet = server.quiet
         begins.set()
         assert not quiet
         observer.result()
     until(lambda: server.quiet, "its end")
+
+
+def test_what_is_shown_to_observers_is_not_given_to_members(make_server: MakeServer) -> None:
+    """It has another form, also where it is the version for which a member asks."""
+    server, shown = make_server(), {"packed": torch.ones(3)}
+    server.publish(KEY, shown, shown=True)
+    with ThreadPoolExecutor(2) as pool:
+        member = pool.submit(fetch, [server.address], KEY, deadline=soon())
+        observer = pool.submit(fetch, [server.address], NEXT, deadline=soon())
+        assert list(observer.result()[0]) == ["packed"]
+        assert not member.done()
+        server.publish(KEY, state(1))
+        assert same(member.result()[0], state(1))
+        late = pool.submit(fetch, [server.address], NEXT, deadline=soon())
+        until(lambda: server.observed_from is not None, "an observer that is left waiting")
+        server.publish(KEY, shown, shown=True)
+        assert list(late.result()[0]) == ["packed"]
