@@ -31,6 +31,7 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp
 from torch.futures import Future
 from torch.nn import parallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from ft_core.collectives.allreduce import check_devices, completed, work_of
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
@@ -84,6 +85,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             discarded. `static_graph`, `mixed_precision`, `process_group` and others that cannot
             work are a ValueError.
 
+    Each backward is averaged, also several after one forward, where torch's averages the first only (with
+    `find_unused_parameters`, such a step is not committed).
     A step whose backward did not reach every parameter is not committed (unless
     `find_unused_parameters`). Backward raises no error of communication: `manager.errored` returns
     it, and `should_commit` votes no.
@@ -137,11 +140,42 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. In training it first remembers the buffers, for a discard."""
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+        awaits = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if awaits:
             self._forget_what_was_cut_short()
         if self._shares and self.training and torch.is_grad_enabled():
             self._shared.begin()
-        return super().forward(*inputs, **kwargs)
+        outputs = super().forward(*inputs, **kwargs)
+        if awaits:
+            self._reduction.finished = False
+            self._hear_of_backwards(outputs)
+        return outputs
+
+    def _hear_of_backwards(self, outputs: Any) -> None:
+        """Have each backward through `outputs` averaged. torch's reducer awaits one, and would leave the gradients
+        of a second one (`retain_graph`, or of an earlier forward) as they are in this process."""
+        me = weakref.ref(self)
+
+        def backward_begins(_: Tensor) -> None:
+            model = me()
+            if model is not None and model._reduction.finished:
+                model._await_another_backward()
+
+        for output in _find_tensors(outputs):
+            if output.grad_fn is not None:
+                output.register_hook(backward_begins)
+
+    def _await_another_backward(self) -> None:
+        self._reduction.finished = False
+        if self.find_unused_parameters:  # torch would look for them in outputs that may be gone
+            self._manager.report_error(
+                RuntimeError(
+                    "a second backward since the last forward is not averaged with "
+                    "find_unused_parameters=True: add the losses, and call backward once"
+                )
+            )
+        else:
+            self.reducer.prepare_for_backward([])
 
     def forget_forward(self) -> None:
         """Declare that no backward will follow the forward passes so far.
@@ -252,6 +286,9 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
         self._retry.before_forward()
         return super().forward(*inputs, **kwargs)
 
+    def _hear_of_backwards(self, outputs: Any) -> None:
+        """Nothing: the first backward's step is committed when it returns."""
+
     def unfinished(self) -> bool:
         """Whether a backward pass has left out parameters, so that some gradients are not averaged."""
         return self._reduction.unsent > 0
@@ -302,6 +339,8 @@ class _Reduction(dist.ProcessGroup):
         self._manager = manager
         self._shared: SharedBuffers | None = None
         self._begun = self._in_step = self._missed = False
+        self.finished = False
+        """One has averaged all gradients since the last forward that synchronizes."""
         self._values = self.unsent = 0
         self._divisor = 1
         self._on_their_way: list[StartedReduce] = []
@@ -340,6 +379,7 @@ class _Reduction(dist.ProcessGroup):
 
     def _backward_over(self) -> None:
         self._missed = self.unsent > 0
+        self.finished = not self._missed
 
     def getBackendName(self) -> str:
         return "ft-reduction"

@@ -132,6 +132,94 @@ def test_buckets_that_fill_up_in_a_backward_within_a_backward() -> None:
         assert buckets > 1
 
 
+def _without_gradients(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+
+
+def _for_a_metric(model: Any, x: Tensor) -> None:
+    model.eval()
+    with torch.inference_mode():
+        model(x)
+    model.train()
+
+
+def _without_its_backward(model: Any, x: Tensor) -> None:
+    with model.no_sync():
+        model(x)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize("other", [_without_gradients, _for_a_metric, _without_its_backward])
+def test_another_forward_may_come_between_a_forward_and_its_backward(
+    wrapper: Any, other: Any
+) -> None:
+    """Of a teacher, or for a metric; or its backward comes later, or never."""
+    alone = layers()
+    data = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+    def step(manager: ThreadManager) -> list[Tensor | None]:
+        model = wrapper(manager, copy.deepcopy(alone))
+        for _ in range(2):
+            model.zero_grad()
+            manager.start_quorum()
+            loss = model(data[manager.rank]).square().mean()
+            other(model, data[0])
+            loss.backward()
+            assert manager.should_commit()
+        return gradients(model.module)
+
+    results = ThreadQuorum(2).run(step)
+    sum(alone(part).square().mean() / 2 for part in data).backward()  # type: ignore[union-attr]
+    for result in results:
+        torch.testing.assert_close(result, gradients(alone))
+
+
+def _losses_of_one_output(model: Any, x: Tensor) -> None:
+    output = model(x)
+    output.square().mean().backward(retain_graph=True)
+    output.abs().mean().backward()
+
+
+def _losses_of_two_forwards(model: Any, x: Tensor) -> None:
+    first, second = model(x).square().mean(), model(2 * x).square().mean()
+    first.backward()
+    second.backward()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize("losses", [_losses_of_one_output, _losses_of_two_forwards])
+def test_each_of_several_backwards_after_the_forwards_is_averaged(
+    wrapper: Any, losses: Any
+) -> None:
+    alone = layers()
+    data = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+    def step(manager: ThreadManager) -> list[Tensor | None]:
+        model = wrapper(manager, copy.deepcopy(alone))
+        for _ in range(2):
+            model.zero_grad()
+            manager.start_quorum()
+            losses(model, data[manager.rank])
+            assert manager.should_commit()
+        return gradients(model.module)
+
+    results = ThreadQuorum(2).run(step)
+    for part in data:
+        losses(alone, part)
+    for result in results:
+        torch.testing.assert_close(result, [p.grad / 2 for p in alone.parameters()])  # type: ignore[operator]
+
+
+def test_a_second_backward_where_parameters_may_be_unused_is_not_committed() -> None:
+    manager = ThreadQuorum(1).members[0]
+    model = DistributedDataParallel(manager, Forked(), find_unused_parameters=True)
+    manager.start_quorum()
+    _losses_of_two_forwards(model, torch.ones(1, 2))
+    assert not manager.should_commit()
+    assert "call backward once" in str(manager.errored())
+
+
 def test_a_backward_that_raises_leaves_nothing_to_wait_for() -> None:
     def steps(manager: ThreadManager) -> list[bool]:
         model = DistributedDataParallel(manager, deep(), bucket_cap_mb=0.05)
@@ -225,29 +313,6 @@ def test_buckets_stay_as_they_are_when_a_forward_is_forgotten() -> None:
         for found in later:
             for one, other in zip(first, found, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("between", ["no_grad", "eval", "no_sync"])
-def test_a_forward_between_forward_and_backward_changes_nothing(between: str) -> None:
-    def steps(manager: ThreadManager) -> list[Any]:
-        torch.manual_seed(1)
-        model = DistributedDataParallel(manager, deep())
-        manager.start_quorum()
-        loss = model(torch.full((1, 100), 1.0 + manager.rank)).mean()
-        if between == "no_sync":
-            with model.no_sync():
-                model(torch.ones(1, 100))
-        else:
-            model.train(between != "eval")
-            with torch.no_grad():
-                model(torch.ones(1, 100))
-        loss.backward()
-        assert manager.should_commit()
-        return gradients(model.module)
-
-    one, other = ThreadQuorum(2).run(steps)
-    for mine, its in zip(one, other, strict=True):
-        torch.testing.assert_close(mine, its, rtol=0, atol=0)
 
 
 def _raise(of: Any) -> Any:
