@@ -27,6 +27,7 @@ from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import QuorumUnavailable
 from ft_core.heal.shardings import ShardedModel
 from ft_core.launch import kept_files
+from ft_core.launch.ending import end_with_a_line
 from ft_core.launch.kept import Version
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
@@ -166,7 +167,7 @@ class Manager:
             heal_allow_objects=heal_allow_objects,
             spares=spares,
         )
-        self._set_up(pg, options)
+        self._set_up(pg, options, own_loop=True)
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:
@@ -179,7 +180,9 @@ class Manager:
         manager._set_up(pg, options)
         return manager
 
-    def _set_up(self, pg: ProcessGroup, options: JobOptions) -> None:
+    def _set_up(self, pg: ProcessGroup, options: JobOptions, own_loop: bool = False) -> None:
+        if own_loop:
+            end_with_a_line("ft_core", options.name, at_once=False)
         self._options, self._replica_id = options, new_replica_id(options.name)
         self._pg = pg
         self.state = State()
@@ -210,17 +213,12 @@ class Manager:
 
     def register_schema(self, key: str, text: str) -> None:
         """Something that must be equal in all members, such as the parameters' shapes.
-
-        A replica group whose schema differs is refused when it joins. Call before the first
-        `start_quorum`.
-        """
+        A replica group whose schema differs is refused when it joins. Call before the first `start_quorum`."""
         self._schema[key] = text
 
     def register_vote_check(self, check: Callable[[], None]) -> None:
         """Have `check` called (weakly held if it is a method) when a step ends, before its vote.
-
-        It calls `report_error` if the step must not be committed.
-        """
+        It calls `report_error` if the step must not be committed."""
         self.step.before_vote(check)
 
     def register_compared(

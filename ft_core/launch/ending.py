@@ -62,14 +62,14 @@ CODES: dict[type[BaseException], int] = {  # a class before those that it derive
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-def end_with_a_line(whose: str, name: str) -> None:
+def end_with_a_line(whose: str, name: str, *, at_once: bool = True) -> None:
     """From now on an error of `CODES` that nothing catches ends this process in this way; idempotent.
 
-    At once, without what waits for the interpreter's end: it could need the lighthouse. `whose`: the
-    package that speaks. `name`: of this replica group.
+    `at_once`: without what waits for the interpreter's end, as it could need the lighthouse. A loop of one's own has
+    files that are written then. `whose`: the package that speaks. `name`: of this replica group.
     """
     if not hasattr(sys.excepthook, "ft_core"):
-        sys.excepthook = _ending(whose, name, sys.excepthook)
+        sys.excepthook = _ending(whose, name, at_once, sys.excepthook)
 
 
 def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -> NoReturn:
@@ -82,7 +82,7 @@ def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -
     os._exit(code)
 
 
-def _ending(whose: str, name: str, otherwise: _Hook) -> _Hook:
+def _ending(whose: str, name: str, at_once: bool, otherwise: _Hook) -> _Hook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = next((code for each, code in CODES.items() if issubclass(kind, each)), None)
         if code is None:
@@ -94,7 +94,12 @@ def _ending(whose: str, name: str, otherwise: _Hook) -> _Hook:
         silent = of_group and ReplicaEnv.read().group_rank
         # All ranks of the group end so, and one tells. Not on `sys.stderr`: torch.distributed has put a
         # buffer there, which it prints when this returns.
-        end_at_once(whose, "" if silent else f"{group}{error}", code, sys.__stderr__)
+        line = "" if silent else f"{group}{error}"
+        if at_once:
+            end_at_once(whose, line, code, sys.__stderr__)
+        if line:
+            say(whose, line, sys.__stderr__)
+        raise SystemExit(code)
 
     hook.ft_core = True  # type: ignore[attr-defined]
     return hook

@@ -108,3 +108,20 @@ def test_it_imports_no_torch() -> None:
     code = "import sys, ft_core.launch.ending; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0
+
+
+def test_a_loop_of_ones_own_ends_so_too_and_its_files_are_written() -> None:
+    script = """
+from ft_core import Manager, ProcessGroupGloo
+from lighthouse.errors import TrainingOver
+
+manager = Manager(pg=ProcessGroupGloo(), lighthouse_addr="tcp://127.0.0.1:1", replica_id="1")
+log = open("/dev/fd/1", "w")  # nobody closes it
+log.write("a row")
+raise TrainingOver("a sentence")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout) == (79, "a row"), done.stderr
+    assert done.stderr == "ft_core: a sentence\n"
