@@ -182,7 +182,7 @@ class LighthouseClient:
                 context=self._context,
             )
         except BaseException:
-            self._context.term()
+            self._context.destroy(linger=0)  # also of a link half made
             raise
         self.address = self._connection.address
         self._poller = zmq.Poller()

@@ -113,7 +113,7 @@ class Session:
             self.plane.close()
             if self._group is not None:
                 self._group.close()
-            self._context.term()
+            self._context.destroy(linger=0)  # also of a link half made
             raise
         self.replica_id = replica_id
         job = JobKey(options.job_id, room_id)

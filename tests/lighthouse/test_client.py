@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
 import zmq
 
+from lighthouse import dealer
 from lighthouse.client import SERVICE, Connection, LighthouseClient
 from lighthouse.config import normalize_address, split_address
 from lighthouse.dealer import close
@@ -178,3 +180,16 @@ def test_bytes_of_a_lighthouse_that_are_no_message_are_counted(context: zmq.Cont
     connection.close()
     close(router, monitor)
     authenticator.close()
+
+
+def test_a_connection_that_is_half_made_ends_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No file descriptors are left. It had waited for ever for the socket that was open."""
+
+    def fails(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(dealer, "open_monitor", fails)
+    with pytest.raises(zmq.ZMQError):
+        LighthouseClient("tcp://127.0.0.1:1")
