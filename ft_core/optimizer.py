@@ -289,10 +289,10 @@ def refuse_once_frozen(names: list[str], when: str, advice: str) -> None:
 
 
 class Strangers:
-    """What optimizers train and none of `modules` has. `advice` is a sentence. The loop's thread."""
+    """What optimizers train and is not among the `averaged` parameters. `advice` is a sentence. The loop's thread."""
 
-    def __init__(self, modules: Callable[[], Iterable[Any]], advice: str) -> None:
-        self._models, self._advice = modules, advice
+    def __init__(self, averaged: Callable[[], Iterable[Tensor]], advice: str) -> None:
+        self._averaged, self._advice = averaged, advice
         self._found: weakref.WeakKeyDictionary[Any, tuple[int, list[Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -309,8 +309,7 @@ class Strangers:
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Those of `optimizer`, in its order."""
-        modules = (each for each in self._models() if isinstance(each, nn.Module))
-        known = {id(p) for module in modules for p in module.parameters()}
+        known = {id(p) for p in self._averaged()}
         all_ = (p for group in optimizer.param_groups for p in group["params"])
         return [p for p in all_ if id(p) not in known]
 
@@ -321,6 +320,6 @@ class Strangers:
             more = ", ..." if len(parameters) > MOST_NAMED else ""
             raise ValueError(
                 f"the optimizer trains {len(parameters)} parameters (of shapes {shapes}{more}) that are in no "
-                "model whose gradients are averaged, so that each replica group would have weights of its own "
-                f"(stock DDP says nothing of it). {self._advice}"
+                "model whose gradients are averaged, or came into it later, so that each replica group would have "
+                f"weights of its own (stock DDP says nothing of it). {self._advice}"
             )

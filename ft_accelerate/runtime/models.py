@@ -27,7 +27,9 @@ UNFREEZE = (
     "Prepare the model with all of them trainable, and leave out of the optimizer what is trained later "
     "(optimizer.add_param_group)"
 )
-PREPARE = "Give their model to accelerator.prepare, with the optimizer"
+PREPARE = (
+    "Give their model to accelerator.prepare, with the optimizer, when it has all its parameters"
+)
 BYPASSED = (
     "the optimizer trains a prepared model that was never called: its forward averages gradients, and that of the "
     "model inside it does not, so that each replica group would have weights of its own (stock DDP says nothing of "
@@ -66,13 +68,15 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         never_compile(__package__)
         self._memory = Memory(position)
         self._frozen = frozen_parameters(module)
+        self.wrapped = list(module.parameters())
+        """Those that were there; what the script adds to `module` later is not averaged."""
         self.is_called = False
-        """Whether its gradients are averaged: in training its forward was called, here or in peers whose place
-        this process has taken."""
+        """Whether its gradients are averaged: its forward was called with gradients enabled (in eval mode, too),
+        here or in peers whose place this process has taken."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Compute, or return the remembered output."""
-        self.is_called |= self.module.training and torch.is_grad_enabled()
+        self.is_called |= torch.is_grad_enabled()
         reduces = super().forward
 
         def compute(answers: bool) -> Any:
@@ -87,16 +91,18 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         """See `TrainedModel`."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
-    def refuse_unaveraged(self, optimizer: torch.optim.Optimizer) -> None:
+    def refuse_unaveraged(
+        self, optimizer: torch.optim.Optimizer, others: Iterable[FaultTolerantModel]
+    ) -> None:
         """Raise ValueError if `optimizer` is about to train a parameter that was frozen when it was prepared, or all of
-        them without this wrapper."""
+        them without this wrapper, and without that of one of the `others` that has them, too."""
         if not self.require_backward_grad_sync:
             return  # LocalSGD averages parameters
         refuse_unfrozen(self._frozen, optimizer, "when the model was prepared", UNFREEZE)
         if not self.is_called:
-            trained = {id(p) for p in self.module.parameters() if p.grad is not None}
+            trained = {id(p) for p in self.wrapped if p.grad is not None}
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if trained & held:
+            if trained & held - {id(p) for o in others if o.is_called for p in o.wrapped}:
                 raise ValueError(BYPASSED)
 
 
@@ -236,7 +242,7 @@ class Prepared:
         self.models: list[weakref.ref[TrainedModel]] = []
         self.adding = False
         # What is registered heals, and the script may average it.
-        self._strangers = Strangers(lambda: [*self._living(), *self.registered], PREPARE)
+        self._strangers = Strangers(self._averaged, PREPARE)
 
     def adopt(self, accelerator: Any) -> None:
         """Heal this accelerator's objects, besides those of the others that live."""
@@ -272,16 +278,26 @@ class Prepared:
 
     def refuse_unaveraged(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if `optimizer` is about to train a parameter whose gradient no model averages."""
-        for model in self._living():
-            if isinstance(model, FaultTolerantModel):
-                model.refuse_unaveraged(optimizer)
+        models = self._replicated()
+        for model in models:
+            model.refuse_unaveraged(optimizer, models)
         self._strangers.refuse(optimizer)
+
+    def _replicated(self) -> list[FaultTolerantModel]:
+        return [model for model in self._living() if isinstance(model, FaultTolerantModel)]
+
+    def _averaged(self) -> Iterator[Tensor]:
+        replicated = self._replicated()
+        for model in replicated:
+            yield from model.wrapped
+        for each in (*self._living(), *self.registered):
+            if isinstance(each, nn.Module) and each not in replicated:
+                yield from each.parameters()
 
     def arrived(self) -> None:
         """This script goes on where its peers are, which may be behind a forward."""
-        for model in self._living():
-            if isinstance(model, FaultTolerantModel):
-                model.is_called = True
+        for model in self._replicated():
+            model.is_called = True
 
     def begin_accumulation(self) -> None:
         """The next batch is the first of those over which gradients are accumulated."""

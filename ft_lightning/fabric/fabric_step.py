@@ -45,7 +45,7 @@ from lighthouse.errors import TooFewLeft
 log = logging.getLogger("ft_lightning")
 
 UNFREEZE = "Set the model up with all of them trainable (and find_unused_parameters=True), and freeze them after that"
-SET_UP = "Set their model up, too: fabric.setup(model, optimizer)"
+SET_UP = "Set their model up, too, when it has all its parameters: fabric.setup(model, optimizer)"
 
 LEFT_OUT = (
     "this replica group came back between two backward passes of one optimizer step, and can't know what its "
@@ -91,7 +91,9 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._wrapped: list[Any] = []
         """Those of the models that are trained, in ft_core's wrapper."""
         self._frozen: Frozen = []
-        self._strangers = Strangers(lambda: self._models, SET_UP)
+        self._known: list[Tensor] = []
+        """Parameters of the models, as they were set up."""
+        self._strangers = Strangers(lambda: self._known, SET_UP)
         self._optimizers: list[Any] = []
         self._averaged = AveragedGradients(self._wrapped, self._optimizers)
         self.progress = Progress()

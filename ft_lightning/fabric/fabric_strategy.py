@@ -325,6 +325,7 @@ class FTFabricMixin(FabricSavesMixin):
         if self._started:
             raise RuntimeError("set up all models before the first batch: peers heal them as one")
         self._models.append(module)
+        self._known += module.parameters()
         if self._votes_each_step:  # else parameters are averaged
             self._frozen += frozen_parameters(module)
         if not any(p.requires_grad for p in module.parameters()):

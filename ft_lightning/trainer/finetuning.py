@@ -78,7 +78,7 @@ def refuse_unaveraged(module: Any, averaged: set[int], optimizers: Iterable[Any]
     `module`, and of an `optimizers` that holds others."""
     names = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in averaged]
     refuse_once_frozen(names, "when the fit began", UNFREEZE)
-    strangers = Strangers(lambda: [module], REGISTER)
+    strangers = Strangers(module.parameters, REGISTER)
     for optimizer in optimizers:
         strangers.refuse_these([p for p in strangers.of(optimizer) if p.requires_grad])
 

@@ -150,6 +150,46 @@ def test_a_model_that_is_trained_without_its_wrapper_is_refused() -> None:
     optimizer.step()
 
 
+def test_a_model_may_be_trained_in_eval_mode() -> None:
+    """Without dropout, with fixed running statistics: its gradients are averaged as always."""
+    mine = accelerator()
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = mine.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    model.eval()
+    model(torch.ones(1, 2))
+    net.weight.grad = torch.ones(1, 2)
+    optimizer.step()
+
+
+def test_a_model_may_be_trained_as_a_part_of_another() -> None:
+    """Whose forward averages the part's gradients, too."""
+    mine = accelerator()
+    part, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*part.parameters(), *head.parameters()], lr=1.0)
+    wrapped, whole, optimizer = mine.prepare(part, torch.nn.Sequential(part, head), optimizer)
+    assert isinstance(wrapped, FaultTolerantModel)
+    part.weight.grad = torch.ones(2, 2)
+    with pytest.raises(ValueError, match="never called"):
+        optimizer.step()
+    whole(torch.ones(1, 2))
+    optimizer.step()
+
+
+def test_what_came_into_a_prepared_model_later_is_refused() -> None:
+    """An adapter, a new head: its gradients are not averaged, under plain Accelerate, too."""
+    mine = accelerator()
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model, optimizer = mine.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    net.append(torch.nn.Linear(2, 1))
+    optimizer.add_param_group({"params": list(net[1].parameters())})
+    model(torch.ones(1, 2))
+    net[0].weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    net[1].weight.grad = torch.ones(1, 2)
+    with pytest.raises(ValueError, match=r"shapes \[1, 2\].* or came into it later.*prepare"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_model_may_be_prepared_for_evaluations_first(precision: str) -> None:
     """As transformers' Trainer does, if it evaluates before it trains."""

@@ -647,16 +647,19 @@ def test_what_was_frozen_at_setup_and_is_trained_later_is_refused(two: Groups) -
         assert str(error).startswith("bias: frozen at fabric.setup, and trained now")
 
 
-def test_what_is_in_no_model_that_was_set_up_is_refused(two: Groups) -> None:
-    """Under stock `ddp` each process trains it by itself."""
+@pytest.mark.parametrize("later", [False, True])
+def test_what_is_in_no_model_that_was_set_up_is_refused(two: Groups, later: bool) -> None:
+    """Also what comes into it later. Under stock `ddp` each process trains it by itself."""
 
     def body(fabric: Any, index: int) -> None:
-        net, head = nn.Linear(1, 1), nn.Linear(1, 1)
+        net, head = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)
         all_ = [*net.parameters(), *head.parameters()]
         model, optimizer = fabric.setup(net, torch.optim.SGD(all_, lr=0.001))
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
         for number, (batch,) in enumerate(loader):
-            out = model(batch) if number < 2 else head(model(batch))
+            if number == 2 and later:
+                net.append(head)
+            out = model(batch) if number < 2 or later else head(model(batch))
             fabric.backward(out.square().mean())
             optimizer.step()
             assert number < 2
