@@ -290,7 +290,9 @@ class Prepared:
         replicated = self._replicated()
         for model in replicated:
             yield from model.wrapped
-        for each in (*self._living(), *self.registered):
+        living = self._living()
+        registered = self.registered if living else ()  # without a model nothing heals
+        for each in (*living, *registered):
             if isinstance(each, nn.Module) and each not in replicated:
                 yield from each.parameters()
 

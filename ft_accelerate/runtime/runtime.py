@@ -686,7 +686,7 @@ class Runtime:
             return
         self._closed, self._finished = True, finished
         self._sigterm.unwatch()
-        self.startup.close()
+        self.startup.close(finished=finished)
         self.group_ranks.close()
         if finished:
             self.comes_to_another_place()

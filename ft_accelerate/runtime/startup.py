@@ -14,6 +14,7 @@ when the group was restarted.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,11 +48,17 @@ from ft_core.shell.group_server import group_store
 from ft_core.shell.intra_group import OPEN_TIMEOUT_S, IntraGroup
 from ft_core.shell.local_lighthouse import DEFAULT_PORT
 from lighthouse.client import LighthouseClient
-from lighthouse.errors import LighthouseError
+from lighthouse.errors import LighthouseError, TooFewLeft, TrainingOver
 from lighthouse.files import machine_lock
+
+log = logging.getLogger("ft_accelerate")
 
 ASK_TIMEOUT_S = 5.0
 ASK_AGAIN_AFTER = timedelta(seconds=2)
+ALONE = (
+    "the other replica groups have left the operations before the first accelerator.prepare(model), and too few are "
+    "left: what follows of them reaches this process alone"
+)
 TRAINING = 1
 """The number of the training on the supervisor's board: a script has one."""
 SUFFIX = "/before"
@@ -311,7 +318,7 @@ class StartupCollectives:
             is_behind=lambda: self._over,
         )
         if agreed is None:  # the others have done more than this process: it is late
-            self.close()
+            self.close(finished=True)
             return alone()
         self._events += 1
         return agreed.result
@@ -324,13 +331,19 @@ class StartupCollectives:
                 return
 
     def _begun(self) -> bool:
-        """Whether all processes of the group are in a quorum."""
+        """Whether all processes of the group are in a quorum, or wait for none any more."""
+        begun, waits = True, True
         try:
             with ended_with_its_group():
                 self._connected.start_quorum(timeout=ASK_AGAIN_AFTER)
-            begun = True
         except QuorumUnavailable:
             begun = False
+        except (TooFewLeft, TrainingOver):
+            waits = False
+        if not self._ranks.all_agree(waits):
+            log.warning(ALONE)
+            self.close()
+            return True
         return self._ranks.all_agree(begun)
 
     def _vote(self) -> bool:
@@ -361,11 +374,12 @@ class StartupCollectives:
         assert self._manager is not None
         return self._manager
 
-    def close(self) -> None:
-        """Leave the quorum, if there is one. Idempotent."""
+    def close(self, *, finished: bool = False) -> None:
+        """Leave the quorum, if there is one. Idempotent. `finished`: whoever waits for this process here waits in
+        vain, though it may never prepare a model."""
         manager, self._manager, self._over = self._manager, None, True
         if manager is not None:
-            manager.shutdown()
+            manager.shutdown(finished=finished)
 
     def _connect(self) -> Manager:
         # There is no state that could differ: nothing to compare, and no member to sit out a step.

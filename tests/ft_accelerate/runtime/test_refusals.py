@@ -117,6 +117,12 @@ def test_what_is_in_no_prepared_model_and_would_not_be_averaged_is_refused() -> 
     everything = [*net.parameters(), *head.parameters(), *scale.parameters()]
     mine.register_for_checkpointing(scale)
     optimizer = mine.prepare(torch.optim.SGD(everything, lr=1.0))
+    scale.weight.grad = torch.ones(1, 1)
+    with pytest.raises(
+        ValueError, match=r"1 parameters \(of shapes \[1, 1\]\) that are in no model"
+    ):
+        optimizer.step()  # no model is prepared, without which nothing heals
+    scale.weight.grad = None
     net.weight.grad = torch.ones(2, 2)
     with pytest.raises(
         ValueError, match=r"1 parameters \(of shapes \[2, 2\]\) that are in no model"
