@@ -60,7 +60,7 @@ from ft_core.launch.restarts import OVER_EXIT_CODE
 from ft_core.launch.supervisor import after, age_s, die_with
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
-from lighthouse.errors import TrainingOver
+from lighthouse.errors import TooFewLeft, TrainingOver
 
 log = logging.getLogger("ft_accelerate")
 
@@ -502,10 +502,7 @@ class Runtime:
 
     def _join(self, at: str) -> None:
         """Begin a step: join if this process is in no quorum, and learn where the others are if it has healed; stay
-        if that place is near.
-
-        The processes of one group get the same state, and so decide alike.
-        """
+        if that place is near. The processes of one group get the same state, and so decide alike."""
         while True:
             first, self._at = self.manager is None, at
             joins, self._aside = first or self._aside, False
@@ -516,6 +513,10 @@ class Runtime:
                 self._manager.start_quorum()
             except TrainingOver as error:
                 self._end_too_late(error)
+            except TooFewLeft:
+                if at != "fetch" or not self.live:
+                    raise
+                return  # there may be no batch, as for the others. If there is, its backward asks again
             except GroupBroken as error:
                 end_with_group(error)
             finally:
@@ -678,10 +679,8 @@ class Runtime:
         return not self.live
 
     def close(self, *, finished: bool = False) -> None:
-        """Leave for good; the others go on at once. Idempotent.
-
-        `finished`: the training is at its end; a process that comes later does not begin it anew.
-        """
+        """Leave for good; the others go on at once. Idempotent. `finished`: the training is at its end; a process
+        that comes later does not begin it anew."""
         if self._closed:
             return
         self._closed, self._finished = True, finished

@@ -57,6 +57,22 @@ for epoch in range(20):
         optimizer.zero_grad()
 """
 
+# The one process asks for a sixth batch when the other one has ended.
+ZIPPED = """
+import time
+
+ended = Path(sys.argv[1], "pid")
+for (batch,), index in zip(loader, range(5)):
+    accelerator.backward(model(batch).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if index == 4 and not accelerator.process_index:
+        while not ended.exists() or Path("/proc", ended.read_text()).exists():
+            time.sleep(0.01)
+if accelerator.process_index:
+    ended.write_text(str(os.getpid()))
+"""
+
 # Gradients stay in each process; parameters are averaged in every fourth batch.
 IN_LOCAL_SGD = """
 from accelerate.local_sgd import LocalSGD
@@ -297,12 +313,23 @@ def test_a_process_that_leaves_out_a_batch_alone_is_started_again(tmp_path: Path
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
 
 
-def run(loop: str, tmp_path: Path, group_size: int = 1) -> str:
+@pytest.mark.process
+def test_a_batch_that_is_not_used_may_be_asked_for_when_the_others_have_ended(
+    tmp_path: Path,
+) -> None:
+    """At the end of `zip(loader, shorter)`. With one that is used the process is one too few."""
+    said = run(ZIPPED, tmp_path, timeout_s=10)
+    assert said.count("has finished") == 2
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+def run(loop: str, tmp_path: Path, group_size: int = 1, timeout_s: int = 60) -> str:
     """What a launcher of two replica groups says of a script with this loop, which gets `tmp_path`."""
     script = tmp_path / "train.py"
     script.write_text(BEGINS + loop + ENDS)
     flags = ["--cpu", "--num_processes", str(2 * group_size), "--fault_tolerance_min_replicas", "2"]
     flags += ["--fault_tolerance_group_size", str(group_size)]
+    flags += ["--fault_tolerance_timeout_s", str(timeout_s)]
     command = [*accelerate("launch")[1:], *flags, str(script), str(tmp_path)]
     env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
     with (tmp_path / "said").open("wb") as out:
