@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -212,6 +212,27 @@ def lineage_of_start(accelerators: Accelerators, *, allow_objects: bool) -> str:
     for each in state["accelerators"].values():
         each.pop("custom")  # may rightly differ (paths, clocks), and may hold anything
     return f"start-{digest(state, allow_objects=allow_objects)}"
+
+
+class Weights:
+    """Whether a script changes its models on its way to its peers, as by `load_state_dict`: they were received in
+    place, so there is no other copy of them. The loop's thread only."""
+
+    def __init__(self, accelerators: Callable[[], Accelerators]) -> None:
+        self._accelerators, self._healed = accelerators, ""
+
+    def note(self) -> None:
+        """They are the peers'. Later calls count for nothing until `changed` was asked."""
+        self._healed = self._healed or self._digest()
+
+    def changed(self) -> bool:
+        """Whether they are no more what they were at `note`, if that was called."""
+        healed, self._healed = self._healed, ""
+        return bool(healed) and healed != self._digest()
+
+    def _digest(self) -> str:
+        models = [model for each in self._accelerators().values() for model in each._models]
+        return digest([[*model.parameters(), *model.buffers()] for model in models])
 
 
 def reseed(*numbers: int) -> None:

@@ -84,6 +84,7 @@ class Runtime:
         self.startup = StartupCollectives(ranks)
         self.position, self.prepared = ScriptPosition(), Prepared()
         self.means = Means(self.prepared, self.position)
+        self._weights = states.Weights(lambda: self.prepared.accelerators)
         self._data = DividedData.of(ranks, self.position)
         alone, longest_s = place.group_world_size == 1, LONGEST * options.timeout_s
         self._catch_up = CatchUp(self.position, measures=alone, longest_s=longest_s)
@@ -154,8 +155,7 @@ class Runtime:
         """Whether this process is the main one of its machine.
 
         On a machine of several: the first one that the launcher has started there, since each
-        machine has files of its own. On the only one: the main one, so that one speaks.
-        """
+        machine has files of its own. On the only one: the main one, so that one speaks."""
         told = self._supervision
         if 0 < told.children < self.options.num_replica_groups:
             return told.child == 0 and self.group_ranks.place.local_rank == 0 and self.live
@@ -231,10 +231,13 @@ class Runtime:
                 if position.leap(iteration):
                     self.prepared.begin_accumulation()
                 if not position.arrive(iteration):
+                    self._weights.note()
                     self._end_if_due()
                     self._keep_peers_going()
                     return
                 self._arrived()
+                if self._weights.changed():
+                    self.leave_for_now("its script has changed a model on its way to its peers")
                 if self._aside:
                     self._join("fetch")
                     continue
@@ -266,14 +269,13 @@ class Runtime:
             self._data.follow(iteration, self.manager.step.part)
 
     def _arrived(self) -> None:
-        """The script stands where its peers' window began: forget what it did while it fast-forwarded."""
+        """The script stands where its peers' window began: forget what it did in its past."""
         self._restore(models=True, arrived=False)
         for optimizer in self.prepared.optimizers:
             optimizer.zero_grad()
 
     def _go_live_if_there(self) -> None:
-        """Go live if the peers have done no more than this script. One that has left the quorum meanwhile
-        asks them first: they have gone on."""
+        """Go live if the peers have done no more. One that has left meanwhile asks them first: they have gone on."""
         self._take()
         if self.live or self._aside:
             return
@@ -407,9 +409,8 @@ class Runtime:
     def begin_early(self, kind: Kind, attempt: Attempt) -> Any:
         """Begin what a later `operation` of this kind ends; `unfinished` must say how.
 
-        What `attempt` returns belongs to the attempt that is open now: it is void once
-        `attempts_discarded` has grown. None where this process has nothing to begin.
-        """
+        What `attempt` returns is of the attempt that is open now: void once `attempts_discarded` has grown. None
+        where this process has nothing to begin."""
         if self.beginning or not self.ready:
             return None
         if self._op_is_done():

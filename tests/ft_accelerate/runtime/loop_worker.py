@@ -8,6 +8,7 @@ The loop itself has no line that knows of fault tolerance. Each optimizer step a
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -28,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "accumulate": 1,
     "triggered": False,  # two forwards without synchronization, of which the second one's backward has it
     "moves": False,  # the optimizer is `Moving`
+    "restores": False,  # the second epoch begins with the weights of the first one's beginning
     "clip": 0.5,
     "precision": "no",
     "norm": True,
@@ -308,7 +310,10 @@ def run(options: dict[str, Any]) -> None:
 
         epochs = ft_accelerate.epochs(options["epochs"])
         batches = epochs.batches
+    start = copy.deepcopy(model.state_dict())
     for epoch in epochs:
+        if options["restores"] and epoch == 1:  # as behind a search for a learning rate
+            model.load_state_dict(start)
         if later and epoch >= options["grows"]:
             optimizer.add_param_group({"params": later, "lr": 0.01, "initial_lr": 0.01})
             ticks.base_lrs.append(0.01)

@@ -334,6 +334,22 @@ def test_an_optimizer_that_is_evaluated_elsewhere_is_moved_once(
         assert run.end(index)["digest"] == plain.end(index)["digest"]
 
 
+def test_weights_that_the_past_has_written_over_heal_anew(tmp_path: Path, lighthouse: str) -> None:
+    """`model.load_state_dict` in the past: the peers' weights were received in place, so they were gone. The first
+    gradient of a process that came back was one of the old weights, and all trained on it."""
+    options = {"restores": True, "norm": False, "epochs": 3, "step_delay_s": 0.01}
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    fewest = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path / "ft", lighthouse, holds=["step-25"], **options) as run:
+        zero, one = run.start(0, **fewest), run.start(1, **fewest)
+        one = run.killed_and_back(one, 1, hold="step-25", of=0, **fewest)
+        run.wait(zero, one)
+    assert "are not those of its peers" not in run.output()
+    for index in (0, 1):
+        assert run.end(index)["digest"] == plain.end(index)["digest"]
+
+
 def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighthouse: str) -> None:
     options = {"accumulate": 3, "epochs": 2, "gather_loss": True, "step_delay_s": 0.01}
     options["data"] = {"split_batches": True}  # so that an epoch has twice as many
