@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ft_core.launch.restarts import OVER_EXIT_CODE
 from lighthouse import LighthouseServer
 from tests.harness import workers
 from tests.harness.lighthouses import patient_lighthouse
@@ -201,6 +202,6 @@ def test_one_that_comes_back_when_the_others_have_finished_does_not_start_over(
             for process in ended:
                 until(process, DONE)
             late = job.start(1, steps, "3", script=script)
-            assert late.wait(timeout=PATIENCE_S) == 1
+            assert late.wait(timeout=PATIENCE_S) == OVER_EXIT_CODE
             assert late.stdout is not None
             assert b"step" not in late.stdout.read()

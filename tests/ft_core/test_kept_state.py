@@ -290,7 +290,8 @@ def test_an_older_version_on_the_card_does_not_end_the_wait_for_the_one_that_was
         older, newer = Version(2, "two", 1, 1), Version(3, "three", 1, 1)
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(kept.renew)
-            member.publish(HealKey(newer.step, newer.lineage), {"manifest": b"", "tensors": []})
+            packed = {"manifest": b"", "tensors": []}
+            member.publish(HealKey(newer.step, newer.lineage), packed, shown=True)
             until(lambda: member.stats().finished, "the fetch")
             slot().tell(replace(card, version=older).row())
             del looks[:]
@@ -465,7 +466,7 @@ def test_a_rank_that_was_asked_too_late_is_asked_for_a_later_version(board: Boar
             member, version = members[rank], Version(step, f"after {step}", 1, 1)
             until(lambda: member.observed_from == asked_for, "all are asked for one step")
             key = HealKey(version.step, version.lineage)
-            member.publish(key, {"manifest": bytes([rank]), "tensors": []})
+            member.publish(key, {"manifest": bytes([rank]), "tensors": []}, shown=True)
             until(lambda: member.stats().finished == reads, f"rank {rank} is read")
             slot().tell(replace(cards[rank], version=version).row(), rank)
 
