@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ft_core.launch.rank_group import free_port, group_command
-from tests.harness import runs
+from tests.ft_accelerate.installed import accelerate, installed
+from tests.harness import runs, workers
 from tests.harness.runs import Line, Process, compare_steps, ended
 from tests.harness.waiting import PATIENCE_S
 
@@ -138,3 +139,24 @@ def forget_accelerate() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def said_by(script_text: str, tmp_path: Path, group_size: int, timeout_s: int) -> str:
+    """What `accelerate launch` of two replica groups, both of which are needed, says of a script that gets
+    `tmp_path` and ends well."""
+    script = tmp_path / "script.py"
+    script.write_text(script_text)
+    flags = ["--cpu", "--num_processes", str(2 * group_size), "--fault_tolerance_min_replicas", "2"]
+    flags += ["--fault_tolerance_group_size", str(group_size)]
+    flags += ["--fault_tolerance_timeout_s", str(timeout_s)]
+    command = [*accelerate("launch")[1:], *flags, str(script), str(tmp_path)]
+    env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
+    with (tmp_path / "said").open("wb") as out:
+        job = workers.start("accelerate", command, env=env, stdout=out, stderr=out)
+        try:
+            code = job.wait(PATIENCE_S)
+        finally:
+            job.end()
+    said = (tmp_path / "said").read_text()
+    assert code == 0, said
+    return said

@@ -6,6 +6,7 @@ import gc
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,24 @@ def test_buckets_that_fill_up_in_a_backward_within_a_backward() -> None:
         assert buckets > 1
 
 
+def second_step_of_two(
+    wrapper: Any, module: nn.Module, backward: Callable[[Any, Tensor], None]
+) -> tuple[Tensor, list[list[Tensor | None]]]:
+    """Two members' data, and the gradients that each has when both have done `backward(model, part)`."""
+    data = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+    def steps(manager: ThreadManager) -> list[Tensor | None]:
+        model = wrapper(manager, copy.deepcopy(module))
+        for _ in range(2):
+            model.zero_grad()
+            manager.start_quorum()
+            backward(model, data[manager.rank])
+            assert manager.should_commit()
+        return gradients(model.module)
+
+    return data, ThreadQuorum(2).run(steps)
+
+
 def _without_gradients(model: Any, x: Tensor) -> None:
     with torch.no_grad():
         model(x)
@@ -156,20 +175,13 @@ def test_another_forward_may_come_between_a_forward_and_its_backward(
 ) -> None:
     """Of a teacher, or for a metric; or its backward comes later, or never."""
     alone = layers()
-    data = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 
-    def step(manager: ThreadManager) -> list[Tensor | None]:
-        model = wrapper(manager, copy.deepcopy(alone))
-        for _ in range(2):
-            model.zero_grad()
-            manager.start_quorum()
-            loss = model(data[manager.rank]).square().mean()
-            other(model, data[0])
-            loss.backward()
-            assert manager.should_commit()
-        return gradients(model.module)
+    def backward(model: Any, x: Tensor) -> None:
+        loss = model(x).square().mean()
+        other(model, x)
+        loss.backward()
 
-    results = ThreadQuorum(2).run(step)
+    data, results = second_step_of_two(wrapper, alone, backward)
     sum(alone(part).square().mean() / 2 for part in data).backward()  # type: ignore[union-attr]
     for result in results:
         torch.testing.assert_close(result, gradients(alone))
@@ -193,18 +205,7 @@ def test_each_of_several_backwards_after_the_forwards_is_averaged(
     wrapper: Any, losses: Any
 ) -> None:
     alone = layers()
-    data = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
-
-    def step(manager: ThreadManager) -> list[Tensor | None]:
-        model = wrapper(manager, copy.deepcopy(alone))
-        for _ in range(2):
-            model.zero_grad()
-            manager.start_quorum()
-            losses(model, data[manager.rank])
-            assert manager.should_commit()
-        return gradients(model.module)
-
-    results = ThreadQuorum(2).run(step)
+    data, results = second_step_of_two(wrapper, alone, losses)
     for part in data:
         losses(alone, part)
     for result in results:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ft_accelerate.installed import accelerate, installed
-from tests.harness import workers
-from tests.harness.waiting import PATIENCE_S
+from tests.ft_accelerate.harness import said_by
 
 BEGINS = """
 import hashlib, os, signal, sys
@@ -325,19 +323,4 @@ def test_a_batch_that_is_not_used_may_be_asked_for_when_the_others_have_ended(
 
 def run(loop: str, tmp_path: Path, group_size: int = 1, timeout_s: int = 60) -> str:
     """What a launcher of two replica groups says of a script with this loop, which gets `tmp_path`."""
-    script = tmp_path / "train.py"
-    script.write_text(BEGINS + loop + ENDS)
-    flags = ["--cpu", "--num_processes", str(2 * group_size), "--fault_tolerance_min_replicas", "2"]
-    flags += ["--fault_tolerance_group_size", str(group_size)]
-    flags += ["--fault_tolerance_timeout_s", str(timeout_s)]
-    command = [*accelerate("launch")[1:], *flags, str(script), str(tmp_path)]
-    env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
-    with (tmp_path / "said").open("wb") as out:
-        job = workers.start("accelerate", command, env=env, stdout=out, stderr=out)
-        try:
-            code = job.wait(PATIENCE_S)
-        finally:
-            job.end()
-    said = (tmp_path / "said").read_text()
-    assert code == 0, said
-    return said
+    return said_by(BEGINS + loop + ENDS, tmp_path, group_size, timeout_s)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ft_accelerate.installed import accelerate, installed
-from tests.harness import workers
-from tests.harness.waiting import PATIENCE_S
+from tests.ft_accelerate.harness import said_by
 
 PREDICTS = """
 import os, signal, sys
@@ -35,20 +33,7 @@ def test_the_others_do_not_wait_for_ever_for_one_that_was_killed(
     tmp_path: Path, group_size: int
 ) -> None:
     """It begins anew, by itself, and they may not go on with fewer."""
-    script = tmp_path / "predict.py"
-    script.write_text(PREDICTS)
-    flags = ["--cpu", "--num_processes", str(2 * group_size), "--fault_tolerance_min_replicas", "2"]
-    flags += ["--fault_tolerance_group_size", str(group_size), "--fault_tolerance_timeout_s", "10"]
-    command = [*accelerate("launch")[1:], *flags, str(script), str(tmp_path)]
-    env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
-    with (tmp_path / "said").open("wb") as out:
-        job = workers.start("accelerate", command, env=env, stdout=out, stderr=out)
-        try:
-            code = job.wait(PATIENCE_S)
-        finally:
-            job.end()
-    said = (tmp_path / "said").read_text()
-    assert code == 0, said
+    said = said_by(PREDICTS, tmp_path, group_size, timeout_s=10)
     assert said.count("killed by SIGKILL") == 1
     assert said.count("what follows of them reaches this process alone") == group_size
     read = [json.loads((tmp_path / str(n)).read_text()) for n in range(2 * group_size)]
