@@ -2,9 +2,9 @@
 
 Each process writes to a folder of its own in `.ft_saving`, beside the checkpoint. The main process
 gives its folder the checkpoint's name when all is written; the others bring their random states to
-it, or leave them for the main process to take along if it is not done yet. There is no barrier in
-this: scripts may save on the main process only. What a dead writer has left behind is removed by
-the next save of its replica group.
+it, or leave them for the main process to take along if it is not done yet: it may be several checkpoints
+behind. There is no barrier in this: scripts may save on the main process only. What a dead writer has left
+behind is removed by the next save of its replica group.
 
 Processes that share one model (FSDP) write it together, so a folder there is a replica group's, which waits
 for all of its processes.
@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -149,7 +148,6 @@ def publish(
         if main:
             _publish(written, final)
             _bring(parts, final)
-            _remove(root, "*.parts", before_ns=began_ns)
         elif written.is_dir():
             _contribute(written, parts, final)
     finally:
@@ -178,13 +176,11 @@ def _write_together(ranks: GroupRanks, write: Callable[[Path], Path], draft: Pat
     return written
 
 
-def _remove(root: Path, pattern: str, before_ns: float = math.inf) -> None:
-    """What an earlier process of this number, or an earlier checkpoint, left. Others may be ahead, at
-    another checkpoint already."""
+def _remove(root: Path, pattern: str) -> None:
+    """What an earlier process of this number left."""
     with contextlib.suppress(FileNotFoundError):  # another has removed `.ft_saving`, empty
         for left in root.glob(pattern):
-            if left.stat().st_mtime_ns < before_ns:
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _make(draft: Path) -> int:

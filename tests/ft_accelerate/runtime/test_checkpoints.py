@@ -21,19 +21,34 @@ def ranks(index: int) -> GroupRanks:
     return GroupRanks(FaultTolerancePlugin(replica_group_id=index, num_replica_groups=2), place, 0)
 
 
-def test_one_that_is_ahead_has_saved_the_next_state_already(tmp_path: Path) -> None:
-    """The main process was slow, and used to remove what the other had brought for that."""
+def has_ticked(clock: Path, since: Path) -> bool:
+    """Whether a file that is written now is newer than the folder `since`."""
+    clock.write_text("")
+    return clock.stat().st_mtime_ns > since.stat().st_mtime_ns
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_one_that_is_ahead_has_saved_the_next_state_already(tmp_path: Path, before: bool) -> None:
+    """The main process was slow, and used to remove what the other had brought for that: before it had begun with
+    the first, or meanwhile."""
     root = tmp_path / FOLDER
 
     def write(index: int, draft: Path) -> Path:
         (draft / f"random_states_{index}.pkl").write_text(draft.name)
         return draft
 
-    def write_slowly(draft: Path) -> Path:
+    def other_saves_both() -> None:
         for state in ("first", "second"):
             publish(tmp_path / state, root, ranks(1), partial(write, 1), lambda: False)
+
+    def write_slowly(draft: Path) -> Path:
+        if not before:
+            other_saves_both()
         return write(0, draft)
 
+    if before:
+        other_saves_both()
+        until(partial(has_ticked, tmp_path / "clock", root), "the file system's clock")
     publish(tmp_path / "first", root, ranks(0), write_slowly, lambda: True)
     publish(tmp_path / "second", root, ranks(0), partial(write, 0), lambda: True)
     for state in ("first", "second"):
@@ -54,13 +69,7 @@ def test_a_main_process_that_was_stopped_in_a_save_replaces_nothing_of_its_succe
         return draft
 
     def write_and_stop(draft: Path) -> Path:
-        began_ns, clock = draft.stat().st_mtime_ns, tmp_path / "clock"
-
-        def has_ticked() -> bool:
-            clock.write_text("")
-            return clock.stat().st_mtime_ns > began_ns
-
-        until(has_ticked, "the file system's clock")
+        until(partial(has_ticked, tmp_path / "clock", draft), "the file system's clock")
         written = write(10, draft)
         if stopped:
             publish(last, root, ranks(1), partial(write, 15), lambda: True)
