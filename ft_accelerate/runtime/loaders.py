@@ -141,26 +141,26 @@ class _Pass:
         loader, iteration = self._loader, self._iteration
         self._share = self._runtime.group_ranks.share
         read_as(loader, self._runtime.process_index, self._runtime.num_processes)
-        own = torch.get_rng_state() if self._draws_from_torch else None
+        skip, own = iteration.yielded - iteration.left_out, torch.get_rng_state()
         state = self._runtime.position.generator_states.pop(iteration.seq, None)
         if self._generator is not None and state is not None:
             self._generator.set_state(state)
             iteration.generator_state = state
         # In each pass: what is the first one of a process that comes back is a later one of its peers.
-        if not iteration.yielded and (own is not None or loader in _later_loaders):
+        if not iteration.yielded and (self._draws_from_torch or loader in _later_loaders):
             self._take_order_of_main()
         if is_stateful(loader):
             return self._start_stateful()
         sampler = index_sampler(loader)
         self._draw_as_peers(sampler)
-        skip = iteration.yielded - iteration.left_out
         if skip and sampler is None:
             return _later(self._original(loader), skip)
         if skip and sampler is not None:
             sampler._ft_skip = skip
-        if own is None or torch.equal(own, iteration.generator_state):
-            return self._original(loader)
-        return _drawn(self._original(loader), own)
+        lent = self._draws_from_torch and not torch.equal(own, iteration.generator_state)
+        if lent or skip:  # within a pass its peers draw nothing here
+            return _drawn(self._original(loader), own)
+        return self._original(loader)
 
     def _draw_as_peers(self, sampler: Any | None) -> None:
         """Torch draws a number when it makes a loader's iterator: for persistent workers once, in the first pass."""
@@ -234,8 +234,8 @@ class _Pass:
 
 
 def _drawn(batches: Iterator[Any], own: torch.Tensor) -> Iterator[Any]:
-    """`batches`, whose order is drawn with the first one from others' random numbers: then this process has
-    its own back, so that its dropout is not theirs."""
+    """`batches`, with the first of which others' order is drawn, or once more this pass's: then this process has its
+    random numbers back."""
     try:
         first = next(batches)
     except StopIteration:

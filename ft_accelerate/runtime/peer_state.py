@@ -1,9 +1,7 @@
 """What a process that comes back takes from its peers: all that `save_state` would save, and more.
 
 Models, optimizers, schedulers, scaler, registered objects, generators and seeds of the data loaders'
-samplers, states of stateful loaders, the number of the next checkpoint. The global random number
-generators are not copied, since equal dropout masks on two replicas would correlate their gradients.
-They are seeded anew (`reseed`).
+samplers, states of stateful loaders, the number of the next checkpoint, torch's random numbers (`Numbers`).
 """
 
 from __future__ import annotations
@@ -18,10 +16,12 @@ import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ft_accelerate.runtime.divided_data import generator_of, seeded_sampler
 from ft_accelerate.runtime.script_position import Iteration, Target
 from ft_core.heal import digest
+from ft_core.heal.random_numbers import RandomNumbers
 from ft_core.heal.shardings import local_part
 
 Accelerators = Mapping[int, Any]
@@ -212,6 +212,32 @@ def lineage_of_start(accelerators: Accelerators, *, allow_objects: bool) -> str:
     for each in state["accelerators"].values():
         each.pop("custom")  # may rightly differ (paths, clocks), and may hold anything
     return f"start-{digest(state, allow_objects=allow_objects)}"
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """A dumped state in memory of its own."""
+    own: dict[str, Any] = tree_map_only(Tensor, lambda t: t.detach().clone(), state)
+    return own
+
+
+class Numbers(RandomNumbers):
+    """Marked where a window begins. A process that its script has seeded otherwise than its peers is seeded anew
+    when it has come to them: else it would draw once more what it drew at its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._are_theirs = False
+
+    def arrive(self, state: dict[str, Any]) -> None:
+        """The script stands where the window of its peers, who have dumped `state`, began."""
+        self._are_theirs = self.take(state["numbers"])
+        if self._are_theirs:
+            self.put_back()
+
+    def go_live(self, *numbers: int) -> None:
+        """`numbers`: which no other process or moment has."""
+        if not self._are_theirs:
+            reseed(torch.initial_seed(), *numbers)
 
 
 class Weights:

@@ -21,9 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch.utils._pytree import tree_map_only
-
 from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime import peer_state as states
 from ft_accelerate.runtime.checked_collectives import (
@@ -85,6 +82,7 @@ class Runtime:
         self.position, self.prepared = ScriptPosition(), Prepared()
         self.means = Means(self.prepared, self.position)
         self._weights = states.Weights(lambda: self.prepared.accelerators)
+        self._numbers = states.Numbers()
         self._data = DividedData.of(ranks, self.position)
         alone, longest_s = place.group_world_size == 1, LONGEST * options.timeout_s
         self._catch_up = CatchUp(self.position, measures=alone, longest_s=longest_s)
@@ -259,7 +257,8 @@ class Runtime:
                 if left and self._manager.state.withdraw() and self._open:
                     self._manager.report_error(RuntimeError(LEFT_BATCH))
                     self._vote()
-            position.open_window(iteration)
+            if position.open_window(iteration):
+                self._numbers.mark()
             if self._open:
                 break
             self._begin("fetch")
@@ -273,6 +272,8 @@ class Runtime:
         self._restore(models=True, arrived=False)
         for optimizer in self.prepared.optimizers:
             optimizer.zero_grad()
+        if self._healed is not None:
+            self._numbers.arrive(self._healed)
 
     def _go_live_if_there(self) -> None:
         """Go live if the peers have done no more. One that has left meanwhile asks them first: they have gone on."""
@@ -291,7 +292,7 @@ class Runtime:
             self._catch_up.live()
             for arrived in self.on_live:
                 arrived()
-            states.reseed(torch.initial_seed(), self.group_ranks.number, target.events)
+            self._numbers.go_live(self.group_ranks.number, target.events)
             log.info("live at event %s of the script", target.events)
 
     def step_left_out(self) -> None:
@@ -597,9 +598,8 @@ class Runtime:
             return self._healed  # this script is on its way there, and so are parts of its state
         state = states.dump(self.prepared.accelerators, self.position.describe(self._at))
         state["gradients"] = self.means.given(within_backward=self._at == "grad")
-        if self.serve_copies:
-            state = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), state)
-        return state
+        state["numbers"] = self._numbers.marked()
+        return states.copied(state) if self.serve_copies else state
 
     def _load(self, state: dict[str, Any]) -> None:
         """Take a peer's state, and set out for its place. Called inside `start_quorum`."""

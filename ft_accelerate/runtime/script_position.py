@@ -251,13 +251,14 @@ class ScriptPosition:
         seq, batch = self.window or (None, 0)
         return seq == iteration.seq and (self.stepped or batch == iteration.yielded)
 
-    def open_window(self, iteration: Iteration) -> None:
-        """A training batch is asked for: a new window begins if an optimizer has stepped."""
-        place = iteration.seq, iteration.yielded
-        if self.stepped:
+    def open_window(self, iteration: Iteration) -> bool:
+        """A training batch is asked for: a new window begins if an optimizer has stepped. Whether it does."""
+        place, begins = (iteration.seq, iteration.yielded), self.stepped
+        if begins:
             self._begin_window(place)
         elif self.pending and self._unstepped is None:
             self._unstepped = place, len(self.ops), self.grads, len(self.norms)
+        return begins
 
     def _begin_window(self, window: Place) -> None:
         self.window, self._unstepped, self.computed, self.left_out = window, None, False, False

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.errors import GroupLeft
+from ft_core.heal.random_numbers import RandomNumbers
 from ft_core.launch.ending import Sigterm
 from ft_core.optimizer import Frozen, Strangers, refuse_unfrozen
 from ft_core.replica.status import Participation
@@ -97,6 +98,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._optimizers: list[Any] = []
         self._averaged = AveragedGradients(self._wrapped, self._optimizers)
         self.progress = Progress()
+        self._numbers = RandomNumbers()
         self._starting = self._started = self._healed = self._took_over = False
         self._fed_by_loader = False
         self._fetching: LoaderPlace | None = None
@@ -147,16 +149,19 @@ class FabricStepMixin(FabricAgreementsMixin):
         if window.void:
             self._forget_gradients()
             self._put_back()
+            self._numbers.put_back()
         if window.void and not self._abandoned():
             self._go_to_window()
         else:
             window.start_over()
             self._averaged.start_over()
             self._before = self._places()
+            self._numbers.mark()
         if not self._open:
             self._attempt(Where.BOUNDARY)
         self._votes, self._strays = 0, ""
         self._before = self._places()
+        self._numbers.mark()
         self._lost = self._healed = False
         window.begin()
         self._averaged.begin()
@@ -244,8 +249,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             if place.sampler is not None:
                 place.sampler.rank = self.distributed_sampler_kwargs["rank"]
                 if place.active:
-                    place.moved = True
-                    place.draws.take(place.draws.state(), ended=False)
+                    place.read_again()
         if self._took_over:
             self._go_to_window()
 

@@ -450,6 +450,7 @@ class FTFabricMixin(FabricSavesMixin):
         places = self._before if self._votes_each_step else self._places()
         return {
             **self._tensors_to_heal(),
+            "numbers": self._numbers.marked(),
             "window": astuple(self._window.place),
             "results": list(self._window.results),
             "gradients": self._gradients(),
@@ -461,7 +462,7 @@ class FTFabricMixin(FabricSavesMixin):
             "progress": {
                 **self.progress.state_dict(),
                 "places": [[*place[:3]] for place in places],
-                "streams": [travelling(place[3]) for place in places],
+                "states": [travelling(place[3]) for place in places],
             },
             "registered": {
                 name: dict(thing) if isinstance(thing, dict) else thing.state_dict()
@@ -506,6 +507,7 @@ class FTFabricMixin(FabricSavesMixin):
                 mine.load_state_dict(its)
         self.precision.load_state_dict(state["precision"])
         self.progress.load_state_dict(state["progress"])
+        self._numbers.take(state["numbers"])
         lead = state["lead"]
         place = self.progress.lead = self.progress.places[lead] if lead >= 0 else None
         # From what was kept all go on, with equal counts.

@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from typing import Any
 
+from ft_core.heal.random_numbers import unchanged
 from ft_lightning.shared.draws import Draws, is_stream, owner_of, state_of
 from ft_lightning.trainer.batches import (
     Origin,
@@ -43,7 +45,7 @@ log = logging.getLogger("ft_lightning")
 
 
 Place = tuple[int, int, bool, Any]
-"""Of an iteration: its epoch and batch, whether it is under way, and the state of a stream."""
+"""Of an iteration: its epoch and batch, whether it is under way, and the state of its draws, or of a stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,18 +93,27 @@ class LoaderPlace:
 
     def now(self) -> Place:
         """Where `go_to` brings another process's iteration."""
-        return self.epoch, self.batch, self.active, state_of(self.loader)
+        stream = state_of(self.loader) if self.stream is None else self.stream
+        return self.epoch, self.batch, self.active, self.draws.state() or stream
 
-    def go_to(self, epoch: int, batch: int, active: bool, stream: Any = None) -> None:
-        """Go to the place of another process's (or an earlier) iteration. `stream`: its state of the data, if
-        those are a stream that has one."""
+    def go_to(self, epoch: int, batch: int, active: bool, data: Any = None) -> None:
+        """Go to the place of another process's (or an earlier) iteration. `data`: its draws, or its state of the
+        data, if those are a stream that has one."""
         if self.active:
             self.moved = self.moved or (epoch, batch) != (self.epoch, self.batch)
         else:
             self.resumed = active
         if self.moved or not self.active:
-            self.stream = stream
+            if is_stream(self.loader):
+                self.stream = data
+            else:  # before its first batch an iteration has not drawn its order
+                self.draws.take(data, ended=not active or not 0 < batch < len(self.loader))
         self.epoch, self.batch = epoch, batch
+
+    def read_again(self) -> None:
+        """From the batch that is asked for next, in another share of the data."""
+        self.moved = True
+        self.draws.take(self.draws.state(), ended=self.batch == 0)
 
     def read_so_far(self) -> dict[str, int]:
         """For a `state_dict`: what `resume` needs to know besides the place."""
@@ -110,7 +121,7 @@ class LoaderPlace:
         return {**read_so_far(self.loader, origin), "processes": self.processes}
 
     def resume(
-        self, epoch: int, batch: int, active: bool, before: dict[str, int], stream: Any
+        self, epoch: int, batch: int, active: bool, before: dict[str, int], data: Any
     ) -> str:
         """Go to the place of a `state_dict`; a sentence for the user, if it can't be said which samples
         are left of the epoch, else ""."""
@@ -122,7 +133,7 @@ class LoaderPlace:
         origin, number = found or (Origin(epoch), batch)
         self.moved = self.moved or (self.active and origin != self.origin.of(epoch))
         self.origin = origin
-        self.go_to(epoch, number, active, stream)
+        self.go_to(epoch, number, active, data)
         return unknown
 
 
@@ -157,14 +168,12 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         lead = self.lead
         completed = lead is not None and lead.epoch > self._passed and not lead.active
         places = [[p.epoch, p.batch, int(p.active)] for p in self.places]
-        data = [p.read_so_far() for p in self.places]
         return {
             "epoch": self.epoch + completed,
             "step": self.step,
             "places": places,
-            "data": data,
-            "draws": [p.draws.state() for p in self.places],
-            "streams": [state_of(p.loader) for p in self.places],
+            "data": [p.read_so_far() for p in self.places],
+            "states": [p.now()[3] for p in self.places],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,18 +185,14 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
             )
         self.epoch, self.step, self._passed = state["epoch"], state["step"], -1
         data = state.get("data") or [{} for _ in self.places]  # of 0.1.0
-        streams = state.get("streams") or [None for _ in self.places]
+        states = state.get("states") or [None for _ in self.places]
         said = [
-            place.resume(epoch, batch, bool(active), before, stream)
-            for place, (epoch, batch, active), before, stream in zip(
-                self.places, state["places"], data, streams, strict=True
+            place.resume(epoch, batch, bool(active), before, its)
+            for place, (epoch, batch, active), before, its in zip(
+                self.places, state["places"], data, states, strict=True
             )
         ]
         self.unknown = next(filter(None, said), "")
-        for place, drawn in zip(self.places, state.get("draws", ()), strict=False):
-            if drawn:
-                ended = not (place.active or place.resumed) or place.batch >= len(place.loader)
-                place.draws.take(drawn, ended=ended)
 
 
 class _PlacedSampler:
@@ -262,6 +267,7 @@ def _batches(
         place.resumed, place.moved = False, place.batch > 0
     else:
         place.epoch, place.batch, place.moved = place.epoch + 1, 0, False
+        place.draws.begin()
     place.active, place.exhausted, place.given = True, False, 0
     length = len(loader) if sampler is not None else None
     batches: Iterator[Any] | None = None
@@ -280,7 +286,9 @@ def _batches(
                 else:
                     _place_stream(loader, place, cls.__name__)
                 place.moved, place.stream = False, None
-                batches = cls.__iter__(loader)
+                # Within an epoch its peers draw nothing here: torch seeds workers, and the sampler draws an order.
+                with unchanged() if place.batch else nullcontext():
+                    batches = cls.__iter__(loader)
             assert batches is not None
             try:
                 batch = next(batches)

@@ -1,31 +1,42 @@
 """What a process that comes back takes of its peers' data besides the number of the batch.
 
-Samplers with a generator of their own (`WeightedRandomSampler(..., generator=g)`), which goes on from epoch to
-epoch: it has that at its start, and takes its peers' state of it. Streams, which no sampler places (iterable datasets,
-and loaders of a class of their own): one that keeps its place has `state_dict` and `load_state_dict`.
+The orders that a sampler draws, from a generator of its own that goes on from epoch to epoch
+(`WeightedRandomSampler(..., generator=g)`) or from torch's: it has that at its start, and takes its peers' state of it.
+Streams, which no sampler places (iterable datasets, and loaders of a class of their own): one that keeps its place has
+`state_dict` and `load_state_dict`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ft_core.heal import UnsupportedObjectError, pack
+from ft_core.heal.random_numbers import seed_of, unchanged
 
 log = logging.getLogger("ft_lightning")
 
+OWN_ORDER = (
+    "the training data of this process are in an order of their own, drawn from a seed that its peers have not: which "
+    "of them it had read in this epoch is not known, so some may be read twice in it, or not at all. With the same "
+    "seed in all processes each is read once"
+)
+
 
 class Draws:
-    """The orders that a sampler draws. Does nothing for one that has no such generator."""
+    """The orders that a sampler draws. Does nothing for one whose order follows from a seed and the epoch's number."""
 
     def __init__(self, sampler: Any) -> None:
-        self._generator = _own_generator(sampler)
+        self._generator, self._divided = _source(sampler)
+        self._is_torchs = self._generator is torch.default_generator
         self._before: Tensor | None = None  # the generator's, before the order under way was drawn
         self._next: Tensor | None = None
 
@@ -39,48 +50,76 @@ class Draws:
 
     def take(self, state: Sequence[Tensor] | None, *, ended: bool) -> None:
         """The next iteration has the order under way in `state`, of a peer or once more of this process. `ended`: that
-        is over, and no item of it is asked for."""
+        is over, and no item of it is asked for.
+
+        A process whose data are its own, as is its seed, keeps its order."""
         if self._generator is None or not state:
             return
         before, now = state
+        if not self._divided and seed_of(before) != self._generator.initial_seed():
+            log.warning(OWN_ORDER)
+            return
         self._next = None if ended else before
-        if ended:
+        if ended and not self._is_torchs:  # torch's is not only for this sampler
             self._generator.set_state(now)
+
+    def begin(self) -> None:
+        """An epoch begins, whose order is not drawn yet."""
+        self._before = None
 
     def follow(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The items of an iteration, which `begin()` begins. Some samplers draw the order there (torchdata's), and
         others with the first item that is asked for. A loader with workers begins two, and uses the second."""
-        self._before = None
+        self.begin()
         if self._generator is None:
             return begin()
-        if self._next is not None:
-            self._generator.set_state(self._next)
-        before = self._generator.get_state()
-        items = begin()
-        drawn = not torch.equal(before, self._generator.get_state())
+        with self._drawing():
+            before = self._generator.get_state()
+            items = begin()
+            drawn = not torch.equal(before, self._generator.get_state())
         if drawn:
             self._before = before
         return self._drawn(items, drawn)
 
     def _drawn(self, items: Iterator[Any], already: bool) -> Iterator[Any]:
         assert self._generator is not None
+        first: list[Any] = []
         if not already:
-            if self._next is not None:
-                self._generator.set_state(self._next)
-            self._before = self._generator.get_state()
+            with self._drawing():
+                self._before = self._generator.get_state()
+                self._next = None
+                first.extend(itertools.islice(items, 1))
         self._next = None
+        yield from first
         yield from items
 
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """An order is drawn, which may be one that a peer has drawn. Torch's generator is only lent for that, unless
+        it is where the peer's was: what else this process draws is not the peer's."""
+        assert self._generator is not None
+        with contextlib.ExitStack() as lent:
+            if self._next is not None and not torch.equal(self._next, self._generator.get_state()):
+                if self._is_torchs:
+                    lent.enter_context(unchanged())
+                self._generator.set_state(self._next)
+            yield
 
-def _own_generator(sampler: Any) -> torch.Generator | None:
-    """That of a sampler, or of the one that it takes its items from."""
+
+def _source(sampler: Any) -> tuple[torch.Generator | None, bool]:
+    """What a sampler draws its orders from, or the one that it takes its items from does; None: nothing, or only a
+    seed and the epoch's number. And whether processes divide its items, so that all must draw alike."""
+    divided, last = False, None
     while sampler is not None:
+        last, divided = sampler, divided or isinstance(sampler, DistributedSampler)
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
-            return generator
+            return generator, divided
         wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # by Lightning
         sampler = getattr(sampler, "sampler", wrapped)
-    return None
+    if last is None or isinstance(last, (DistributedSampler, SequentialSampler)):
+        return None, divided
+    return torch.default_generator, divided
 
 
 # ---------------------------------------------------------------------- streams

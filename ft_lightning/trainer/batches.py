@@ -29,6 +29,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from ft_core.heal.random_numbers import RandomNumbers, unchanged
 from ft_core.manager import Manager
 from ft_lightning.shared.draws import Draws, is_stream, owner_of, state_of, travelling
 from lighthouse.files import machine_lock
@@ -130,6 +131,7 @@ class Batches:
         batch after that one), and what the states of the streams are before it."""
         self._warned = False
         self._has_data = False  # a batch was fetched in this fit
+        self.numbers = RandomNumbers()
         self.origin = Origin()
         """Of the epoch in the middle of which this fit was resumed with other batches."""
         self._resumes = False
@@ -138,7 +140,7 @@ class Batches:
         self.known_length = True
         """Whether the epoch under way ends after a number of batches that Lightning knows."""
         self.has_streams = False
-        """Whether a training loader has no sampler: then `mark` has something to note."""
+        """Whether a training loader has no sampler: its place is noted by `mark`."""
 
     def adopt_loader(self, loader: object, trainer: Any | None = None) -> None:
         """Make a data loader's position choosable. `trainer`: which asks for it to train on."""
@@ -196,11 +198,13 @@ class Batches:
         self._adopted.append(instance)
 
     def mark(self, trainer: Any) -> None:
-        """A step (or window of batches) begins: note how far the streams are.
+        """A step (or window of batches) begins: note how far the streams and random numbers are.
 
         Only streams have a state. Other loaders are placed by index, or not at all.
         """
-        self._marked = self._states_before_next(trainer)
+        self.numbers.mark()
+        if self.has_streams:
+            self._marked = self._states_before_next(trainer)
 
     def _states_before_next(self, trainer: Any) -> list[Any]:
         if self._resumes:  # it goes there when it has a quorum, in which peers may ask already
@@ -264,7 +268,8 @@ class Batches:
             elif done:
                 self._warn_unplaceable(loader)
         fetcher = fit_loop._data_fetcher
-        iter(fetcher)
+        with unchanged():  # torch seeds workers, and the sampler draws an order, as it had before
+            iter(fetcher)
         for sampler in chosen:  # the loader's iterator has asked it
             sampler._ft_chosen = None
         fetcher.fetched += done
@@ -349,8 +354,7 @@ class Batches:
         if self._resumes:  # and no peer's place was taken
             self.jump(trainer, self._kept)
         self.known_length = trainer.fit_loop._data_fetcher.length is not None
-        if self.has_streams:
-            self.mark(trainer)
+        self.mark(trainer)
 
     @staticmethod
     def end_epoch(trainer: Any) -> None:

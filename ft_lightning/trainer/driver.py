@@ -424,6 +424,7 @@ class StepDriver:
                 trainer.profiler.stop("optimizer_step")
         if self._rereads:  # the same batches of the share that is this group's now
             rewind_counters(trainer, self._window)
+            self._batches.numbers.put_back()
             self._put_gradients(self._earlier)
             self._window, self._rereads = 0, False
 
@@ -498,8 +499,14 @@ class StepDriver:
         gradients = (self._earlier or self._gradients()) if self._manual else None
         data = self._batches.states(self._trainer, mark=not self._window)
         origin = astuple(self._batches.origin)
-        rest = {"data": data, "origin": origin, "gradients": gradients, "window": self._window}
-        return {**state, **rest}
+        return {
+            **state,
+            "data": data,
+            "numbers": self._batches.numbers.marked(),
+            "origin": origin,
+            "gradients": gradients,
+            "window": self._window,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a peer's state, or note what the peer is doing instead."""
@@ -516,6 +523,8 @@ class StepDriver:
 
     def _restore(self, state: dict[str, Any]) -> None:
         healing.restore(self._trainer, state, self._batches, self._hooks)
+        self._batches.numbers.take(state["numbers"])
+        self._batches.numbers.put_back()
         self._ahead = state if state["window"] else None
         self._put_gradients(state["gradients"])
 

@@ -107,6 +107,28 @@ def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: 
         assert run.evaluations(index) == plain.evaluations(index)
 
 
+@pytest.mark.parametrize(("generator", "accumulate"), [("", 2), ("torch", 1)])
+def test_random_numbers_are_those_without_faults(
+    tmp_path: Path, lighthouse: str, generator: str, accumulate: int
+) -> None:
+    """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones."""
+    options = {"dropout": 0.3, "norm": False, "generator": generator, "accumulate": accumulate}
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    hold = f"step-{24 // accumulate}"
+    with running(tmp_path / "ft", lighthouse, holds=[hold], **options) as run:
+        zero, one = (run.start(index, **both) for index in (0, 1))
+        for index in (0, 1):
+            run.until_held(index, hold)
+        one.kill()
+        run.wait(one, code=-signal.SIGKILL)
+        one = run.start(1, FT_RESTARTS="1", **both)
+        run.go(hold)
+        run.wait(zero, one)
+    assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
+
+
 @pytest.mark.parametrize(("generator", "workers"), [("torch", 0), ("own", 0), ("torch", 1)])
 def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     tmp_path: Path, lighthouse: str, generator: str, workers: int

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import ft_lightning  # noqa: F401
@@ -53,6 +53,7 @@ OPTIONS: dict[str, Any] = {
     "load": False,  # start from what was saved
     "stop_at": None,  # end after this step
     "precision": None,
+    "draws": False,  # dropout, and a sampler without a generator of its own: from torch's
 }
 
 
@@ -84,6 +85,8 @@ class Worker:
 
     def set_up(self) -> None:
         net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        if self.options["draws"]:
+            net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 3))
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
         self.net, self.optimizer, self.scheduler = set_up(self.fabric, net, optimizer, scheduler)
@@ -97,8 +100,13 @@ class Worker:
         images[:, 0] = torch.arange(self.options["samples"]) / 64
         labels = torch.randint(0, 3, (self.options["samples"],), generator=generator)
         dataset = TensorDataset(images, labels)
+        order: dict[str, Any] = {"shuffle": True}
+        if self.options["draws"]:
+            order = {
+                "sampler": WeightedRandomSampler(torch.arange(len(dataset)) + 1.0, len(dataset))
+            }
         self.loader, self.val = self.fabric.setup_dataloaders(
-            DataLoader(dataset, self.options["batch_size"], shuffle=True), DataLoader(dataset, 50)
+            DataLoader(dataset, self.options["batch_size"], **order), DataLoader(dataset, 50)
         )
         self.step, self.criticism, self.val_loss = 0, 0.0, 0.0
         self.val_ranks: list[int] = []

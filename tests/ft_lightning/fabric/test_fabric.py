@@ -120,6 +120,23 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
     assert left > healed and mine[left]["kind"] == "commit"
 
 
+def test_random_numbers_are_those_without_faults(tmp_path: Path) -> None:
+    """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones."""
+    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "draws": True}
+    options["strategy_options"] = {"timeout_s": 20, "min_replicas": 2}
+    with running(tmp_path / "whole", **options) as whole:
+        whole.wait(whole.start())
+    with running(tmp_path / "killed", holds=["step:13"], **options) as run:
+        main = run.start()
+        for index in (0, 1):
+            run.until_held(index, "step:13")
+        os.kill(run.lives(1)[0], signal.SIGKILL)
+        run.go("step:13")
+        run.wait(main)
+        assert len(run.lives(1)) == 2
+    assert len({each.end(index)["digest"] for each in (whole, run) for index in (0, 1)}) == 1
+
+
 @pytest.mark.parametrize("others", [1, 2])
 def test_those_that_were_stopped_while_their_peer_left_its_loop_do_not_train_on(
     others: int, tmp_path: Path

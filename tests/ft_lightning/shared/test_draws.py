@@ -1,5 +1,5 @@
-"""A sampler with a generator of its own, in a process that comes back: it draws its peers' orders, in the epoch under
-way and in later ones. Lightning's loaders and fetcher, and ours for Fabric."""
+"""A sampler with a generator of its own, or with torch's, in a process that comes back: it draws its peers' orders, in
+the epoch under way and in later ones. Lightning's loaders and fetcher, and ours for Fabric."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from ft_lightning.fabric.loop_position import LoaderPlace, Progress, follow
+from ft_lightning.shared.draws import Draws
 from ft_lightning.trainer.batches import Batches
 from tests.ft_lightning.trainer.test_batches import epoch_of, rest
 
@@ -97,22 +98,75 @@ def test_under_a_trainer_that_begins_the_batches_of_an_epoch_anew(kind: Kind) ->
 
 
 @kinds
-@pytest.mark.parametrize("done", [1, 3, SAMPLES])
+@pytest.mark.parametrize("done", [0, 1, 3, SAMPLES])
 def test_in_a_fabric_loop(kind: Kind, done: int) -> None:
-    def made() -> tuple[Any, Progress]:
-        loader, progress = drawing(kind), Progress()
+    def made() -> tuple[Any, Progress, list[Any]]:
+        loader, progress, states = drawing(kind), Progress(), []
         place = LoaderPlace(loader=loader)
         progress.places = [place]
-        follow(loader, place, boundary=lambda: None, set_epoch=lambda loader, epoch: None)
-        return loader, progress
 
-    (peer, said), (late, progress) = made(), made()
+        def before_batch() -> None:
+            states.append(progress.state_dict())
+
+        follow(loader, place, boundary=before_batch, set_epoch=lambda loader, epoch: None)
+        return loader, progress, states
+
+    (peer, theirs, states), (late, progress, _) = made(), made()
     assert sorted(int(x) for x in peer) == list(range(SAMPLES))
     under_way = iter(peer)
-    for _ in range(done):
-        next(under_way)
-    progress.load_state_dict(said.state_dict())
-    left = [int(x) for x in under_way]
+    order = [int(next(under_way)) for _ in range(max(done, 1))]
+    # Before the first batch of an epoch its order is not drawn yet.
+    progress.load_state_dict(theirs.state_dict() if done else states[SAMPLES])
+    left = [*(order if done == 0 else []), *(int(x) for x in under_way)]
     assert [int(x) for x in late] == left
     assert len(left) == SAMPLES - done
     assert [int(x) for x in late] == [int(x) for x in peer]
+
+
+def order_of(sampler: Any, draws: Draws) -> list[int]:
+    return list(draws.follow(lambda: iter(sampler)))
+
+
+@pytest.mark.parametrize("kind", [BatchSampler, AtOnce])
+@pytest.mark.parametrize("divided", [True, False])
+def test_torchs_generator_is_lent_for_the_order_under_way(
+    kind: type[BatchSampler], divided: bool
+) -> None:
+    """What else this process draws is its own, until it takes its peers' numbers, too."""
+    drawn: Any = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False)
+    if divided:
+        drawn = DistributedSamplerWrapper(drawn, num_replicas=1, rank=0, shuffle=False)
+    sampler = kind(drawn, 2, False)
+    torch.manual_seed(3)
+    peer, late = Draws(sampler), Draws(sampler)
+    torch.rand(1)
+    expected = order_of(sampler, peer)
+    state = peer.state()
+    torch.manual_seed(3)
+    own = torch.rand(5)
+    torch.manual_seed(3)
+    late.take(state, ended=False)
+    assert order_of(sampler, late) == expected
+    assert torch.equal(torch.rand(5), own)
+    assert late.state()[0].equal(state[0])  # type: ignore[index]
+    assert order_of(sampler, late) != expected
+
+
+def test_data_of_its_own_keep_their_own_order(caplog: pytest.LogCaptureFixture) -> None:
+    """`use_distributed_sampler=False`, and a seed for each process: it would read samples twice in its peers' order."""
+
+    def drawing(seed: int) -> BatchSampler:
+        generator = torch.Generator().manual_seed(seed)
+        return BatchSampler(RandomSampler(range(SAMPLES), generator=generator), 2, False)
+
+    for seed, alike in ((4, False), (3, True)):
+        theirs, mine, same = drawing(3), drawing(seed), drawing(seed)
+        peer, late = Draws(theirs), Draws(mine)
+        assert order_of(theirs, peer) != order_of(theirs, peer)
+        caplog.clear()
+        late.take(peer.state(), ended=False)
+        under_way = order_of(mine, late)
+        if alike:
+            list(same)
+        assert under_way == list(same)
+        assert bool(caplog.messages) is not alike

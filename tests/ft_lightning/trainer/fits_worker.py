@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWei
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 import ft_lightning
 from tests.harness.script import Log, digest, options_of, process_name
@@ -47,6 +47,7 @@ OPTIONS: dict[str, Any] = {
     "fails": [],  # processes whose first fit fails, once, at step 3; the script calls it again
     "anew": False,  # ... with a new Trainer
     "again": False,  # one Trainer and one model: a later fit trains them on
+    "draws": False,  # dropout, and a sampler without a generator of its own: from torch's
     "stops": False,  # early, in the first epoch; holds at "end:<fit>" before the end is recorded
     # Places to wait at: "begin:<fit>:<life>", "step:<fit>:<global step>", "save:<global step>", "final",
     # "dump:<fit>:<global step>": before that,
@@ -61,7 +62,9 @@ class Model(LightningModule):
         self.number, self.files, self.options = number, files, options
         self.fails: list[str] = options["fails"]
         self.stops, self.scores = options["stops"], options["scores"]
-        self.net = nn.Linear(8, 3)
+        self.net: nn.Module = nn.Linear(8, 3)
+        if options["draws"]:
+            self.net = nn.Sequential(nn.Dropout(0.3), self.net)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.files.at(f"step:{self.number}:{self.global_step}")
@@ -135,13 +138,14 @@ class HoldingIO(TorchCheckpointIO):
         self.files.at("final" if "final" in str(path) else f"save:{checkpoint['global_step']}")
 
 
-def data(fold: int) -> DataLoader[Any]:
+def data(fold: int, *, draws: bool = False) -> DataLoader[Any]:
     """Samples whose first feature is the number of their fold."""
     generator = torch.Generator().manual_seed(fold)
     images = torch.randn(32, 8, generator=generator)
     images[:, 0] = fold
     labels = torch.randint(0, 3, (32,), generator=generator)
-    return DataLoader(TensorDataset(images, labels), 4)
+    sampler = WeightedRandomSampler(torch.arange(1.0, 33.0), 32) if draws else None
+    return DataLoader(TensorDataset(images, labels), 4, sampler=sampler)
 
 
 class Growing(LightningDataModule):
@@ -197,7 +201,14 @@ def main(options: dict[str, Any]) -> None:
         if number == 1 and options["validates_first"]:
             trainer.validate(model, data(-number), verbose=False)
             files.at("before")
-        loaders = (Growing(),) if options["grows"] else (data(number), data(-number))
+        loaders = (
+            (Growing(),)
+            if options["grows"]
+            else (
+                data(number, draws=options["draws"]),
+                data(-number),
+            )
+        )
         if not options["has_data"]:
             loaders = (DataLoader(Subset(data(number).dataset, []), 4), data(-number))
         try:

@@ -291,6 +291,24 @@ def test_loaders_that_are_reloaded_in_each_epoch_are_its_peers(
     assert trained == [*range(4), *range(5, 10)]
 
 
+def test_random_numbers_are_those_without_faults(tmp_path: Path) -> None:
+    """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones."""
+    options: dict[str, Any] = {"devices": 2, "fits": 1, "epochs": 3, "draws": True}
+    options["strategy"] = {"timeout_s": 20, "min_replicas": 2}
+    with running(tmp_path / "whole", worker=WORKER, **options) as whole:
+        whole.wait(whole.start())
+    with running(tmp_path / "killed", worker=WORKER, holds=["step:1:6"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "step:1:6")
+        os.kill(run.lines(1, "trained")[0]["pid"], signal.SIGKILL)
+        run.go("step:1:6")
+        run.wait(supervisor)
+    ends = [results(each, name)[-1]["digest"] for each in (whole, run) for name in (0, 1)]
+    assert len(set(ends)) == 1
+    assert len({line["pid"] for line in run.lines(1, "trained")}) == 2
+
+
 def test_the_leader_dies_before_it_has_recorded_the_end_of_a_fit(tmp_path: Path) -> None:
     """A fit that stopped early: no counter says that it is over. The other, which is at its end, too, records
     it; and both train the next one."""
