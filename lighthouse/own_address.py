@@ -52,7 +52,7 @@ def outgoing_address(towards: str | None = None, *, prefer_ipv6: bool = False) -
             found = interface_address(interface)
         except ValueError:
             continue
-        if not ipaddress.ip_address(found).is_loopback:
+        if not _is_loopback(found):
             return found
     log.warning("this machine has no network: it uses 127.0.0.1, which others can't reach")
     return "127.0.0.1"
@@ -134,11 +134,13 @@ def choose_address(hostname: str | None, interface: str | None) -> str:
     return str(resolve(hostname, 0)[0][4][0])
 
 
-def advertised_host(lighthouse: str, interface: str = "") -> str:
+def advertised_host(lighthouse: str, interface: str = "", answers: str = "") -> str:
     """The IP address at which other members reach this process.
 
     `interface` (a name such as "eth1", or an IP address) wins; else the address of the interface
-    that routes to the lighthouse. Raises ValueError if there is no such interface, it has no
+    that routes to the lighthouse, at `answers` of its addresses (`address_that_answers`). Where its name is
+    this machine's and means the loopback interface here (Debian's 127.0.1.1), other machines know it by another
+    address: it is the one of `outgoing_address`. Raises ValueError if there is no such interface, it has no
     address, or the lighthouse's host does not resolve.
     """
     if interface:
@@ -147,4 +149,16 @@ def advertised_host(lighthouse: str, interface: str = "") -> str:
         except ValueError:
             return interface_address(interface)
         return interface
-    return outgoing_address(split_address(normalize_address(lighthouse))[0])
+    name = split_address(normalize_address(lighthouse))[0]
+    found = outgoing_address(split_address(answers)[0] if answers else name)
+    if _is_loopback(found) and name != "localhost" and not _is_loopback(name):
+        return outgoing_address(prefer_ipv6=":" in found)
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether `host` is a loopback address; a name is none."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

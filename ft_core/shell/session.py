@@ -392,7 +392,7 @@ def _reach(address: str, interface: str, limit_s: float) -> tuple[str, str]:
     while True:
         try:
             reached = address_that_answers(normal)
-            return reached, named or advertised_host(reached)
+            return reached, named or advertised_host(normal, "", reached)
         except ValueError as error:
             if time.monotonic() >= deadline:
                 raise LighthouseUnavailable(f"{error}; it is the lighthouse's") from error

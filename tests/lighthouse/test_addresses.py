@@ -115,6 +115,21 @@ def test_a_machine_without_a_default_route_uses_the_network_that_it_has(ipv6: bo
         assert outgoing_address(prefer_ipv6=ipv6) == host
 
 
+@pytest.mark.parametrize("addresses", [["127.0.1.1"], ["127.0.0.1", "::1"]], ids=["one", "two"])
+def test_a_name_that_means_the_loopback_interface_here_is_not_what_others_are_told(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not networks.available():
+        pytest.skip("network namespaces need root and the command ip")
+    _names(monkeypatch, here=addresses)  # as /etc/hosts has this machine's own name
+    with networks.networks(1) as network, network.inside(0) as host:
+        answers = f"tcp://{addresses[0]}:29510"
+        assert advertised_host("tcp://here:29510") == host
+        assert advertised_host("tcp://here:29510", "", answers) == host
+        assert advertised_host("tcp://localhost:29510", "", answers) == "127.0.0.1"
+        assert advertised_host(answers) == "127.0.0.1"
+
+
 def test_an_address_to_advertise_may_be_ipv6() -> None:
     assert advertised_host("tcp://127.0.0.1:1", "fd00::5") == "fd00::5"
 
