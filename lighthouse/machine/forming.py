@@ -293,7 +293,8 @@ class Forming:
             few = rules.too_few_left(roll, self._min_replicas, until, now)
             if few is not None:
                 return few
-        early = rules.too_early(roll, self._min_replicas, first, now, self._history.missed)
+        missed = self._not_replaced(self._history.missed)
+        early = rules.too_early(roll, self._min_replicas, first, now, missed)
         if early is not None:
             return early
         if self._offered and head is None and now < roll.expires:
@@ -336,12 +337,12 @@ class Forming:
         """F2, F3: wait unless the members of `choice` suffice for a commit, or all are here (F7)."""
         history = self._history
         if history.head is None:
-            lacking: Collection[str] = history.missed  # they were waited for
+            lacking = self._not_replaced(history.missed)  # they were waited for
             found = self._takeover  # members that are behind and may not heal take no part
             enough = found is not None and history.half_of(found.bases, choice.members)
         else:
             enough = choice.position == history.head and self.suffice(choice.members)
-            lacking = () if enough else self._lacking()
+            lacking = set() if enough else self._lacking()
         waited_for, until = ("", now) if enough else roll.wait(now)
         if lacking and now < roll.expires:
             waited_for, until = rules.missing(lacking), roll.expires
@@ -371,10 +372,13 @@ class Forming:
         ]
 
     def _lacking(self) -> set[str]:
-        """Members on which the next commit rests, and for which the job waits: a process whose name is here
-        again is gone."""
+        """Members on which the next commit rests, and for which the job waits."""
+        return self._not_replaced(self._history.lacking(self._members.by_id))
+
+    def _not_replaced(self, away: Collection[str]) -> set[str]:
+        """Those of `away` that may come back: a process whose name is here again is gone."""
         names = self._members.names
-        return {r for r in self._history.lacking(self._members.by_id) if name_of(r) not in names}
+        return {r for r in away if name_of(r) not in names}
 
     def _reachable(
         self, candidates: tuple[rules.Candidate, ...], now: float
