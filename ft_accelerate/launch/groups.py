@@ -34,6 +34,7 @@ from ft_core.launch import rank_group
 from ft_core.launch.supervisor import say, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
 from lighthouse.files import hold_standard_streams
+from lighthouse.own_address import bracketed, uses_ipv6
 
 SPEAKER = "ft_accelerate"
 DEFAULT_LIGHTHOUSE_PORT = 29510
@@ -181,9 +182,11 @@ def lighthouse_plan(
                 f"{argument_name('lighthouse')} to that of a running one"
             )
         port = main_process_port or DEFAULT_LIGHTHOUSE_PORT
+        address = f"tcp://{bracketed(main_process_ip)}:{port}"
+        everywhere = "[::]" if uses_ipv6(address) else "0.0.0.0"
         return LighthousePlan(
-            address=f"tcp://{main_process_ip}:{port}",
-            bind=f"tcp://0.0.0.0:{port}" if machine_rank == 0 else "",
+            address=address,
+            bind=f"tcp://{everywhere}:{port}" if machine_rank == 0 else "",
             remedy="the launcher of machine_rank 0 runs it: start that, too, or correct "
             "main_process_ip and main_process_port",
         )

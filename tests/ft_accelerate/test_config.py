@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -271,6 +273,26 @@ def test_who_runs_the_lighthouse() -> None:
             main_process_port=4000,
         )
         assert (where.address, where.bind) == ("tcp://10.0.0.1:4000", bind)
+
+
+@pytest.mark.parametrize("ip", ["fd00::5", "[fd00::5]", "first"])
+def test_a_first_machine_with_ipv6_only_listens_there(
+    ip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return real("fd00::5" if host == "first" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    where = lighthouse_plan(
+        layout(num_processes=4, num_machines=2),
+        num_machines=2,
+        main_process_ip=ip,
+        main_process_port=4000,
+    )
+    shown = "first" if ip == "first" else "[fd00::5]"
+    assert (where.address, where.bind) == (f"tcp://{shown}:4000", "tcp://[::]:4000")
 
 
 def test_a_lighthouse_that_cannot_be_found_is_refused() -> None:
