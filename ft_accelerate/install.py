@@ -328,16 +328,48 @@ def _end_training(runtime: Runtime, original: Any, self: Any) -> Any:
 
 
 def _has_no_gradients(accelerator: Any, runtime: Runtime) -> bool:
-    """Whether the script runs through its past, where gradients are None. With fp16 the scaler counts
+    """Whether the script runs through its past, where none is computed. With fp16 the scaler counts
     along."""
     return runtime.position.phase is Phase.FAST_FORWARD and accelerator.scaler is None
 
 
 @while_active
 def _backward(runtime: Runtime, original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
+    from_memory = runtime.position.remembers
     if not _has_no_gradients(self, runtime):
         runtime.means.before_backward()
         original(self, loss, **kwargs)
+    if from_memory:
+        runtime.prepared.fill_gradients()
+
+
+@while_active
+def _autograd_grad(
+    runtime: Runtime,
+    original: Any,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *args: Any,
+    allow_unused: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`torch.autograd.grad`, with which scripts make a penalty of gradients. What models return from memory does not
+    depend on inputs and parameters: zeros, where torch would raise."""
+    options = grad_outputs, retain_graph, create_graph, *args
+    differentiate = partial(original, outputs, inputs, *options, **kwargs)
+    if not runtime.position.remembers or allow_unused:
+        return differentiate(allow_unused=allow_unused)
+    asked = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    ends = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+    is_graph = all(each.requires_grad for each in asked) and any(o.requires_grad for o in ends)
+    found = differentiate(allow_unused=True) if is_graph else (None,) * len(asked)
+    return tuple(
+        torch.zeros_like(each, requires_grad=create_graph) if gradient is None else gradient
+        for each, gradient in zip(asked, found, strict=True)
+    )
 
 
 @while_active
@@ -519,6 +551,7 @@ SEAMS = (
                 ("DataLoaderShard.end", ("self",)),
                 ("BatchSamplerShard.__iter__", ("self",), around(loaders.skip_batches)),
             ),
+            "torch.autograd": (("grad", ("outputs", "inputs", "allow_unused"), _autograd_grad),),
             "torch.nn.modules.module": (("Module.zero_grad", ("self",), _zero_module),),
             "torch.amp.grad_scaler": (
                 ("GradScaler.scale", ("self", "outputs"), _scaler_scale),

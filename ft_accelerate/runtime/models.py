@@ -301,6 +301,14 @@ class Prepared:
         for model in self._replicated():
             model.is_called = True
 
+    def fill_gradients(self) -> None:
+        """After a backward of the script's past: what has no gradient has one of zeros, at which the script may look."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is None and parameter.requires_grad:
+                        parameter.grad = torch.zeros_like(parameter)
+
     def begin_accumulation(self) -> None:
         """The next batch is the first of those over which gradients are accumulated."""
         for accelerator in self.accelerators.values():
