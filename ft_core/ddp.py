@@ -168,7 +168,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _await_another_backward(self) -> None:
         self._reduction.finished = False
         if self.find_unused_parameters:  # torch would look for them in outputs that may be gone
-            self._manager.report_error(
+            self._refuse_another_backward(
                 RuntimeError(
                     "a second backward since the last forward is not averaged with "
                     "find_unused_parameters=True: add the losses, and call backward once"
@@ -176,6 +176,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             )
         else:
             self.reducer.prepare_for_backward([])
+
+    def _refuse_another_backward(self, error: RuntimeError) -> None:
+        self._manager.report_error(error)
 
     def forget_forward(self) -> None:
         """Declare that no backward will follow the forward passes so far.
@@ -286,8 +289,9 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
         self._retry.before_forward()
         return super().forward(*inputs, **kwargs)
 
-    def _hear_of_backwards(self, outputs: Any) -> None:
-        """Nothing: the first backward's step is committed when it returns."""
+    def _refuse_another_backward(self, error: RuntimeError) -> None:
+        """Raised by it: the first one's step is committed, so there may be none to discard."""
+        raise error
 
     def unfinished(self) -> bool:
         """Whether a backward pass has left out parameters, so that some gradients are not averaged."""

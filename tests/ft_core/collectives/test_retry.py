@@ -355,6 +355,38 @@ def test_parameters_that_backward_does_not_reach_are_an_error() -> None:
     assert member.votes == 0 and not member.reducer.busy
 
 
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_a_further_backward_is_a_step_of_its_own(forwards: int) -> None:
+    """Through the output of a forward that had a backward (`retain_graph`), or behind a later one. torch's reducer
+    awaits one backward, and left the others to each member."""
+
+    def losses(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = [model(x) for _ in range(forwards)]
+        return outputs[0].square().mean(), outputs[-1].abs().mean()
+
+    def train(manager: ThreadManager) -> tuple[list[Tensor | None], int]:
+        member = Member(manager, 0, 2)
+        model = member.wrap(layers())
+        for loss in losses(model, DATA[0, manager.rank]):
+            loss.backward(retain_graph=True)
+        return gradients(model.module), member.committed
+
+    alone = layers()
+    for batch in DATA[0]:
+        (sum(losses(alone, batch)) / 2).backward()  # type: ignore[attr-defined]
+    for found, committed in ThreadQuorum(2).run(train):
+        torch.testing.assert_close(found, gradients(alone))
+        assert committed == 2
+
+
+def test_a_further_backward_where_parameters_may_be_unused_is_refused() -> None:
+    member = Member(ThreadQuorum(1).members[0])
+    output = member.wrap(layers(), find_unused_parameters=True)(DATA[0, 0])
+    output.square().mean().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward .* call backward once"):
+        output.abs().mean().backward()
+
+
 def test_a_newcomer_contributes_nothing_and_takes_the_mean_also_of_a_retry() -> None:
     def train(manager: ThreadManager) -> list[Tensor | None]:
         member = Member(manager, 0)
