@@ -1,12 +1,11 @@
 """DistributedDataParallel over replica groups that join and leave.
 
-Bucket layout. torch's reducer starts with one bucket and regroups after the first step by the
-order in which gradients arrived. Members must agree on the layout, and one that restarted is in
-its first step while the others are not; so the layout is fixed at construction: parameters in
-reverse order of registration, which is about the order in which gradients arrive, the first
-bucket small. That is the layout which torch ends up with for models that use their layers in
-order, and unlike `find_unused_parameters=True` (which also stops the regrouping) it costs nothing
-per step.
+Bucket layout. torch's reducer starts with one bucket and regroups after the first step by the order in which
+gradients arrived. Members must agree on the layout, and one that restarted is in its first step while the others
+are not; so the layout is fixed at construction: parameters in reverse order of registration, which is about the
+order in which gradients arrive, the first bucket small. That is the layout which torch ends up with for models that
+use their layers in order, and unlike `find_unused_parameters=True` (which also stops the regrouping) it costs
+nothing per step.
 
 Communication. The reducer is given a process group of ours (`_Reduction`), not a communication hook.
 With a hook it copies gradients into their bucket and leaves the division to the hook, which costs
@@ -15,6 +14,7 @@ another pass over memory. Without one it divides while it copies, by the size of
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import logging
@@ -67,33 +67,40 @@ def refuse_arguments(given: Mapping[str, Any], *also: str) -> None:
             raise ValueError(f"there is no argument {name}{hint}")
 
 
+def _copied(model: Any, memo: dict[int, Any]) -> nn.Module:
+    """For weights that a script keeps (an average, the best so far): wrapped as `model` is, and nobody averages it."""
+    wrapper = parallel.DataParallel.__new__(parallel.DataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module, wrapper.device_ids = copy.deepcopy(model.module, memo), []
+    return wrapper
+
+
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's DistributedDataParallel whose gradients are averaged by a `Manager`.
 
-    Wrap the module once, before the first `manager.start_quorum()`. Starting weights need not be
-    equal: the manager brings members to one state (`init_sync`).
+    Wrap the module once, before the first `manager.start_quorum()`. Starting weights need not be equal: the manager
+    brings members to one state (`init_sync`).
 
     Args:
         manager: averages each bucket over the participants while backward runs.
-        module: as torch's. All replica groups must have the same parameters: checked when they
-            join.
+        module: as torch's. All replica groups must have the same parameters: checked when they join.
         kwargs: as torch's, with these differences. `gradient_as_bucket_view` is True by default.
-            `find_unused_parameters=True` is needed if a forward may leave out a parameter; one more
-            small collective then tells which were used by any member. `forward_sync_buffers` (or
-            `broadcast_buffers`) False leaves buffers such as running statistics to each replica
-            group; by default they follow the first participant, and are set back when a step is
-            discarded. `static_graph`, `mixed_precision`, `process_group` and others that cannot
-            work are a ValueError.
+            `find_unused_parameters=True` is needed if a forward may leave out a parameter; one more small
+            collective then tells which were used by any member. `forward_sync_buffers` (or `broadcast_buffers`)
+            False leaves buffers such as running statistics to each replica group; by default they follow the first
+            participant, and are set back when a step is discarded. `static_graph`, `mixed_precision`,
+            `process_group` and others that cannot work are a ValueError.
 
     Each backward is averaged, also several after one forward, where torch's averages the first only (with
-    `find_unused_parameters`, such a step is not committed).
-    A step whose backward did not reach every parameter is not committed (unless
-    `find_unused_parameters`). Backward raises no error of communication: `manager.errored` returns
-    it, and `should_commit` votes no.
+    `find_unused_parameters`, such a step is not committed). A step whose backward did not reach every parameter is
+    not committed (unless `find_unused_parameters`). Backward raises no error of communication: `manager.errored`
+    returns it, and `should_commit` votes no.
 
-    Raises ValueError for arguments that cannot work and for sparse gradients, RuntimeError if this
-    torch cannot fix the layout of its buckets. Thread: the training loop's; autograd's threads reduce.
+    Raises ValueError for arguments that cannot work and for sparse gradients, RuntimeError if this torch cannot
+    fix the layout of its buckets. Thread: the training loop's; autograd's threads reduce.
     """
+
+    __deepcopy__ = _copied
 
     def __init__(self, manager: GradientManager, module: nn.Module, **kwargs: Any) -> None:
         refuse_arguments(kwargs)
@@ -248,9 +255,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 class RetryableDistributedDataParallel(DistributedDataParallel):
     """`DistributedDataParallel` whose gradients are kept until their step is committed.
 
-    Each backward pass that synchronizes ends with a vote, and a discarded step is tried again before
-    backward returns: see `ft_core.collectives.retry`. Buffers (running statistics) follow: a further
-    attempt begins with those that this member's forward has left.
+    Each backward pass that synchronizes ends with a vote, and a discarded step is tried again before backward
+    returns: see `ft_core.collectives.retry`. Buffers (running statistics) follow: a further attempt begins with
+    those that this member's forward has left.
 
     Args:
         reducer: reduces, votes and retries. Several models may share it.
@@ -328,14 +335,14 @@ def _touched_memory() -> Iterator[None]:
 class _Reduction(dist.ProcessGroup):
     """The process group that torch's reducer is given. Its size is what gradients are divided by.
 
-    Notices a backward pass that left out a bucket before the step's vote. torch notices it in the
-    next forward, when the optimizer has stepped on gradients of which only some were averaged.
+    Notices a backward pass that left out a bucket before the step's vote. torch notices it in the next forward,
+    when the optimizer has stepped on gradients of which only some were averaged.
 
     At the end of backward it waits for the buckets, before torch's reducer does: see
     `ft_core.collectives.allreduce.AsyncReduce`.
 
-    Thread: autograd's for `getSize` and `allreduce`. They never raise, since an error inside
-    backward would end the process; errors are reported to the manager.
+    Thread: autograd's for `getSize` and `allreduce`. They never raise, since an error inside backward would end
+    the process; errors are reported to the manager.
     """
 
     def __init__(self, manager: GradientManager) -> None:
@@ -452,20 +459,21 @@ _not_compiled: set[str] = set()
 class PureDistributedDataParallel(nn.Module):
     """Averages each gradient as soon as it is complete, without buckets, in plain Python.
 
-    Slow for models with many parameters: use `DistributedDataParallel` for those. When backward
-    returns, all gradients are averages. All members must use the same parameters in each step.
-    Gradients may accumulate over several backward passes: earlier ones are averages already, and the
-    average of sums is the sum of averages. `no_sync` saves the transfers. Buffers follow the first
-    participant, as in `DistributedDataParallel`.
+    Slow for models with many parameters: use `DistributedDataParallel` for those. When backward returns, all
+    gradients are averages. All members must use the same parameters in each step. Gradients may accumulate over
+    several backward passes: earlier ones are averages already, and the average of sums is the sum of averages.
+    `no_sync` saves the transfers. Buffers follow the first participant, as in `DistributedDataParallel`.
 
     Args:
         manager: averages the gradients over the participants.
         module: with the same parameters in all replica groups: checked when they join.
 
-    Raises ValueError if the module's buffers are on several devices, or it is on a device that has no way
-    to the other members. Backward raises no error of communication, as in `DistributedDataParallel`.
-    Thread: the training loop's; autograd's threads reduce.
+    Raises ValueError if the module's buffers are on several devices, or it is on a device that has no way to the
+    other members. Backward raises no error of communication, as in `DistributedDataParallel`. Thread: the training
+    loop's; autograd's threads reduce.
     """
+
+    __deepcopy__ = _copied
 
     def __init__(self, manager: GradientManager, module: nn.Module) -> None:
         super().__init__()
@@ -564,18 +572,17 @@ class _Flat:
 
 
 class SharedBuffers:
-    """The persistent buffers of `module` (running statistics), kept equal in all members of `manager`'s
-    quorum.
+    """The persistent buffers of `module` (running statistics), kept equal in all members of `manager`'s quorum.
 
-    Each member's forward changes its own buffers from its own data. For equal (step, lineage) to mean
-    equal state, buffers take part in the step like parameters do: the first participant's values are
-    sent to all with the last gradients, take effect when the step is committed, and when it is
-    discarded all members go back to where the step began. Bytes travel under a sum to which only the
-    first participant adds anything but zeros: exact for every dtype, and one collective for all.
+    Each member's forward changes its own buffers from its own data. For equal (step, lineage) to mean equal state,
+    buffers take part in the step like parameters do: the first participant's values are sent to all with the last
+    gradients, take effect when the step is committed, and when it is discarded all members go back to where the
+    step began. Bytes travel under a sum to which only the first participant adds anything but zeros: exact for
+    every dtype, and one collective for all.
 
-    Buffers that are not persistent are not in a state dict; they are left alone, and so are names in
-    `ignored`. The buffers heal as the part `key` of the manager's state. Raises ValueError if they
-    are on several devices; and in `begin`, or when the step ends, if one has changed its shape.
+    Buffers that are not persistent are not in a state dict; they are left alone, and so are names in `ignored`.
+    The buffers heal as the part `key` of the manager's state. Raises ValueError if they are on several devices;
+    and in `begin`, or when the step ends, if one has changed its shape.
 
     Thread: `begin` and the manager's calls in the loop's, `send` in autograd's.
     """

@@ -318,6 +318,10 @@ class FTFabricMixin(FabricSavesMixin):
         """No default process group: Fabric would take the replica group for the world."""
         self._set_world_ranks()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Itself: a copy of a model that was set up refers to it, too."""
+        return self
+
     def setup_module(self, module: nn.Module) -> Any:
         """Called by `fabric.setup` and `setup_module`. A frozen module is left as it is.
 

@@ -221,6 +221,24 @@ def test_a_second_backward_where_parameters_may_be_unused_is_not_committed() -> 
     assert "call backward once" in str(manager.errored())
 
 
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_copy_is_what_a_script_keeps_of_a_model(wrapper: Any) -> None:
+    """The best so far, say: under torch's wrapper, by whose names it is saved. Nobody averages its gradients."""
+    manager = ThreadQuorum(1).members[0]
+    model = wrapper(manager, layers())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    best = copy.deepcopy(copy.deepcopy(model))
+    with torch.no_grad():
+        model.module[0].weight.zero_()
+    average.update_parameters(model)
+    assert (
+        average.module.state_dict().keys() == best.state_dict().keys() == model.state_dict().keys()
+    )
+    assert best.module[0].weight.any() and not average.module.module[0].weight.any()
+    best(torch.ones(1, 8)).sum().backward()
+    assert manager.sizes == []
+
+
 def test_a_backward_that_raises_leaves_nothing_to_wait_for() -> None:
     def steps(manager: ThreadManager) -> list[bool]:
         model = DistributedDataParallel(manager, deep(), bucket_cap_mb=0.05)

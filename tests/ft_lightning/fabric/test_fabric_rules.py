@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import signal
@@ -347,6 +348,20 @@ def test_a_compiled_model_is_compiled_around_what_reduces(fabric: Any) -> None:
         optimizer.zero_grad()
     assert fabric.strategy.current_step == 3
     assert net.weight.item() == pytest.approx(start - 0.01 * (0 + 1 + 2 + 3 + 4 + 5), abs=1e-6)
+
+
+def test_a_copy_of_a_model_that_was_set_up_keeps_its_weights(fabric: Any) -> None:
+    """A target network, which answers what the model did when it was copied."""
+    model, optimizer, loader = ready(fabric, data())
+    target = copy.deepcopy(model)
+    before = model(torch.ones(1, 1)).item()
+    for (batch,) in loader:
+        fabric.backward((model(batch) - target(batch) - 1).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert target(torch.ones(1, 1)).item() == before != model(torch.ones(1, 1)).item()
+    assert target.state_dict().keys() == model.state_dict().keys()
+    assert fabric.strategy.current_step == 4
 
 
 class Stream(IterableDataset[Any]):
