@@ -232,12 +232,8 @@ class Digest:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in the order in which they are in memory, not copied if it is dense."""
-    tensor = local_part(tensor).detach()
-    if not tensor.is_contiguous():
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        tensor = tensor.permute(order)
-    return byte_view(tensor.contiguous())
+    """The bytes of a tensor in row-major order, in which it heals: members may hold it in different ones in memory."""
+    return byte_view(local_part(tensor).detach().contiguous())
 
 
 def _device_sums(data: Tensor) -> list[Tensor]:

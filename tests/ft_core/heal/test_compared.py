@@ -42,6 +42,12 @@ def told(state: list[Tensor], steps: int) -> list[bytes]:
     return [b"" if digest is None else digest.finish() for digest in digests]
 
 
+def test_members_may_hold_a_tensor_in_unlike_orders_in_memory() -> None:
+    """One that heals gets the moments of a model in channels_last in rows, and so never was equal to its peers."""
+    state = tensors()
+    assert told([tensor.detach().contiguous() for tensor in state], 64) == told(state, 64)
+
+
 def flip(tensor: Tensor, bit: int) -> None:
     """Change one bit, in the order of elements."""
     values = tensor.detach()
