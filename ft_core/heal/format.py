@@ -5,8 +5,9 @@ float, a str or bytes as itself; all else is a list `[tag, ...]`. Types are matc
 a subclass may carry state that would be lost without notice; an unknown type is refused by name.
 Dataclasses, namedtuples, Namespaces and enums travel by their values (`ft_core.heal.objects`).
 
-Tensors are not part of the node. They travel by dtype, shape and contents, in row-major order;
-strides, device, requires_grad and the Parameter class do not travel. Leaves that are one tensor in
+Tensors are not part of the node. They travel by dtype, shape and contents, in row-major order. One that lies in another
+order (channels_last, what `torch.linalg.qr` returns) lies in that again where its target is new, since sums of products
+round by it. Device, requires_grad and the Parameter class do not travel. Leaves that are one tensor in
 the source (the same memory, shape and strides) stay one on the target; tensors that overlap in
 another way travel separately. numpy arrays and large bytes objects travel as raw bytes too.
 
@@ -409,7 +410,8 @@ class _Collector:
     def node(self, value: Any, path: Callable[[], str]) -> Node | None:
         """The callback of TreeEncoder."""
         if type(value) in _PLAIN_TENSORS:
-            return ["T", self._add(value, path)]
+            index = self._add(value, path)
+            return ["T", index] if value.is_contiguous() else ["T", index, *_order(value)]
         if self._dtensor is not None and isinstance(value, self._dtensor):
             alike = Sharding.of(value).alike
             if any("Partial" in placement for placement in alike[2]):
@@ -448,6 +450,12 @@ class _Collector:
                 return index
         others.append(self._append(plain))
         return others[-1]
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Its dimensions as they lie in memory, the outermost first; [] if there are gaps, or elements overlap."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return order if tensor.permute(order).is_contiguous() else []
 
 
 def _is_one(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -621,6 +629,7 @@ class Manifest:
             raise ValueError(f"{len(self.specs)} tensors are needed, {len(tensors)} were given.")
 
         returned, copied = places.returned, places.copied
+        ordered: dict[int, torch.Tensor] = {}
 
         def leaf(node: Node, _mine: Any) -> Any:
             known = returned.get(id(node))
@@ -645,6 +654,10 @@ class Manifest:
                         "a state dict of this rank, sharded alike."
                     )
                 return sharding.make(tensor.data, node[2])
+            if node[0] == "T" and (order := node[2:]):
+                if (index := node[1]) not in ordered:
+                    ordered[index] = _in_order(tensor, order)
+                return ordered[index]
             return tensor.data if tensor.requires_grad else tensor  # a second leaf of one of `into`
 
         return TreeDecoder(leaf, allow_objects=allow_objects).decode(self._node, into)
@@ -654,6 +667,15 @@ class Manifest:
         if type(index) is not int or not 0 <= index < len(self.specs):
             raise HealError(f"A source sent a malformed manifest: no tensor {index!r}.")
         return index
+
+
+def _in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    if sorted(order) != list(range(tensor.dim())):
+        raise HealError(f"A source sent a malformed manifest: {order!r} are no dimensions.")
+    found = torch.empty_permuted(
+        tensor.shape, order, dtype=tensor.dtype, device=tensor.device, requires_grad=False
+    )
+    return found.copy_(tensor.detach())
 
 
 def _alike(node: Node) -> Alike:

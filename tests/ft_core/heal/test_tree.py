@@ -222,6 +222,27 @@ def test_views_travel_by_contents() -> None:
         assert torch.equal(back[name], tensor.detach()), name
 
 
+def test_a_tensor_lies_in_memory_as_its_source_does() -> None:
+    """A product of matrices rounds by that: an optimizer that keeps some (SOAP, Shampoo) went on otherwise than its
+    peers."""
+    rotation = torch.linalg.qr(torch.randn(6, 6))[0]
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tree = {
+        "rotation": rotation,
+        "again": rotation,
+        "images": images,
+        "gaps": torch.randn(6, 6)[:, ::2],
+    }
+    assert not rotation.is_contiguous()
+    found = travel(tree)
+    assert same(found, tree)
+    for name in ("rotation", "images"):
+        assert found[name].stride() == tree[name].stride()
+    assert found["again"] is found["rotation"]
+    assert found["gaps"].is_contiguous()
+    torch.testing.assert_close(found["images"] + 0, images, rtol=0, atol=0)
+
+
 def test_tied_tensors_stay_tied() -> None:
     weight = torch.randn(4)
     back = travel({"a": weight, "b": weight, "c": weight.clone()})
