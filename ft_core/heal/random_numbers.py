@@ -1,11 +1,10 @@
 """Torch's random numbers are part of what a process that comes back takes from its peers.
 
-Scripts seed all their processes alike, or none. Dropout masks, and the orders that a sampler draws from torch's
-own generator, are then what they were without faults, also in a process that has died. One that its script
-has seeded in a way of its own keeps its own numbers.
+Scripts seed all their processes alike (`seed_everything`, `set_seed`; transformers' Trainer does so by itself). Dropout
+masks, and the orders that a sampler draws from torch's own generator, are then what they were without faults, also in a
+process that has died. One that is seeded in a way of its own, or not at all, keeps its own numbers.
 
-Those of `random` and NumPy do not travel: their states cost 0.06 and 0.1 ms to read, before each step, and
-scripts that do not seed them have others in each process.
+Those of `random` and NumPy do not travel: to read their states costs 0.06 and 0.1 ms, before each step.
 """
 
 from __future__ import annotations
