@@ -94,6 +94,7 @@ class _Pass:
         real: Iterator[Any] | None = None
         try:
             while True:
+                comes_back = position.phase is Phase.FAST_FORWARD
                 runtime.at_fetch(loader, iteration)
                 if position.phase is Phase.FAST_FORWARD:
                     if real is not None:
@@ -111,7 +112,7 @@ class _Pass:
                         if iteration.begun and iteration.yielded == length:
                             _end(loader)
                             break
-                        real = self._start()
+                        real = self._start(comes_back)
                     try:
                         batch = next(real)
                     except StopIteration:
@@ -136,8 +137,8 @@ class _Pass:
             take_main(seed)
             sampler.initial_seed = (int(seed[0]) << 32) + int(seed[1])
 
-    def _start(self) -> Iterator[Any]:
-        """The real batches, from this pass's position on."""
+    def _start(self, comes_back: bool) -> Iterator[Any]:
+        """The real batches, from this pass's position on. `comes_back`: peers have read those before."""
         loader, iteration = self._loader, self._iteration
         self._share = self._runtime.group_ranks.share
         read_as(loader, self._runtime.process_index, self._runtime.num_processes)
@@ -158,7 +159,7 @@ class _Pass:
         if skip and sampler is not None:
             sampler._ft_skip = skip
         lent = self._draws_from_torch and not torch.equal(own, iteration.generator_state)
-        if lent or skip:  # within a pass its peers draw nothing here
+        if lent or skip or (comes_back and iteration.yielded):  # its peers draw nothing within a pass
             return _drawn(self._original(loader), own)
         return self._original(loader)
 
