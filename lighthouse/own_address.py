@@ -52,7 +52,7 @@ def outgoing_address(towards: str | None = None, *, prefer_ipv6: bool = False) -
             found = interface_address(interface)
         except ValueError:
             continue
-        if not _is_loopback(found):
+        if not is_loopback(found):
             return found
     log.warning("this machine has no network: it uses 127.0.0.1, which others can't reach")
     return "127.0.0.1"
@@ -151,12 +151,12 @@ def advertised_host(lighthouse: str, interface: str = "", answers: str = "") -> 
         return interface
     name = split_address(normalize_address(lighthouse))[0]
     found = outgoing_address(split_address(answers)[0] if answers else name)
-    if _is_loopback(found) and name != "localhost" and not _is_loopback(name):
+    if is_loopback(found) and name != "localhost" and not is_loopback(name):
         return outgoing_address(prefer_ipv6=":" in found)
     return found
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether `host` is a loopback address; a name is none."""
     try:
         return ipaddress.ip_address(host).is_loopback

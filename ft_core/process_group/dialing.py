@@ -20,6 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ft_core.environment import ENV_INTERFACE
+from lighthouse.own_address import is_loopback
+
 ATTEMPTS = 3
 MIN_LIMIT_S, MAX_LIMIT_S = 0.5, 2.0
 _IN_PROGRESS = (0, errno.EINPROGRESS)
@@ -62,12 +65,16 @@ class Dial:
 class Dialer:
     """Makes connections for a loop that waits in `selector`, whose data is a pair (`Dial`, socket).
 
-    `failed`: why a member can't be reached, by its number. One thread.
+    `failed`: why a member can't be reached, by its number. `own`: this member's host, as the others
+    know it. One thread.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, limit_s: float) -> None:
+    def __init__(
+        self, selector: selectors.BaseSelector, limit_s: float, own: str = "127.0.0.1"
+    ) -> None:
         self._selector = selector
         self._limit_s = limit_s
+        self._own = own
         self._dials: list[Dial] = []
         self.failed: dict[int, str] = {}
 
@@ -83,7 +90,7 @@ class Dialer:
             return None
         code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            self._fail(dial, os.strerror(code) + _gone(code))
+            self._refused(dial, code)
             return None
         dial.sockets.remove(attempt)
         self._selector.unregister(attempt)
@@ -140,9 +147,17 @@ class Dialer:
             self._fail(dial, f"{host!r} is no address: {error}")
             return
         if code not in _IN_PROGRESS:
-            self._fail(dial, os.strerror(code) + _gone(code))
+            self._refused(dial, code)
             return
         self._selector.register(attempt, selectors.EVENT_WRITE, (dial, attempt))
+
+    def _refused(self, dial: Dial, code: int) -> None:
+        reason, host = os.strerror(code), dial.endpoint.host
+        if code == errno.ECONNREFUSED:
+            reason += "; its process is gone"
+            if is_loopback(host) and not is_loopback(self._own):
+                reason += f", or it is on another host and tells {host}: set {ENV_INTERFACE} there"
+        self._fail(dial, reason)
 
     def _fail(self, dial: Dial, reason: str) -> None:
         self.failed[dial.peer] = reason
@@ -179,7 +194,3 @@ def unreachable(endpoints: Mapping[int, Reachable], limit_s: float) -> dict[int,
                     connected.close()
             dialer.look(now)
         return dialer.failed
-
-
-def _gone(code: int) -> str:
-    return "; its process is gone" if code == errno.ECONNREFUSED else ""

@@ -256,7 +256,7 @@ class Rendezvous:
         self._test_at = float("inf")  # when to try the others' listeners, too
         self._on_silence, self._silence_at = on_silence, time.monotonic() + limit_s
         self._selector = selectors.DefaultSelector()
-        self._dialer = Dialer(self._selector, limit_s)
+        self._dialer = Dialer(self._selector, limit_s, addresses[rank].host)
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)

@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from ft_core.config import JobOptions
+from ft_core.environment import ENV_INTERFACE
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.heal.protocol import WITHHELD
 from ft_core.launch.board import slot
@@ -49,6 +50,8 @@ from lighthouse.process_watch import ProcessWatch, Report
 from lighthouse.wire.messages import (
     DECLARE_DEAD,
     DENIED,
+    LEFT_OUT,
+    NO_QUORUM,
     NOT_HELD,
     OVER,
     TOO_FEW_LEFT,
@@ -100,7 +103,7 @@ class Session:
         self.room_id = room_id
         self._options, self._telemetry, self._waited_s = options, telemetry, waited_s
         self.lighthouse = options.lighthouse or _local_lighthouse()
-        self._closed = self.hangs = self._told_of_silence = False
+        self._closed = self.hangs = self._told_of_silence = self._told_left_out = False
         limits = options.timeouts
         self._reached, host = _reach(self.lighthouse, options.interface, limits.connect_timeout_s)
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
@@ -157,7 +160,7 @@ class Session:
 
         `replica_id`: of a group whose leader is this rank.
         """
-        options, limits = self._options, self._options.timeouts
+        options, limits, self._host = self._options, self._options.timeouts, host
         if options.group_world_size == 1:
             identity = new_identity(replica_id)
             link = Connection(
@@ -348,6 +351,8 @@ class Session:
 
     def _record(self, job: JobKey, replica_id: str, promised: Term, quorum_id: int) -> None:
         """What the watcher says when this process dies."""
+        if quorum_id != NO_QUORUM:
+            self._told_left_out = False
         if self._watch is not None:
             self._watch.update([Report(job, replica_id, promised, quorum_id)])
 
@@ -368,6 +373,15 @@ class Session:
         if DECLARE_DEAD in text:  # a person has to do something
             log.warning(
                 "%s (lighthouse %s, job id %s)", line, self.lighthouse, self._options.job_id
+            )
+        elif LEFT_OUT in text and not self._told_left_out:
+            self._told_left_out = True
+            log.warning(
+                "%s. This process tells the others that it is at %s: if that does not lead here from their "
+                "hosts, set %s to an interface or an IP address of this host that does",
+                line,
+                self._host,
+                ENV_INTERFACE,
             )
         else:  # a state that differs may be the first that is seen of memory that is defective
             log.log(logging.WARNING if DISCARDS_STATE in text else logging.INFO, "%s", line)

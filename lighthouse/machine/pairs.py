@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, islice
 
 from lighthouse.machine.members import MemberState
-from lighthouse.wire.messages import NO_QUORUM, Silence
+from lighthouse.wire.messages import LEFT_OUT, NO_QUORUM, Silence
 
 Pair = frozenset[str]
 """The replica_ids of both ends; one only: a member that can't make a process group at all."""
@@ -314,11 +314,11 @@ class Pairs:
         wait_s = max((one.until - now for one in known if not one.asked), default=0.0)
         name = self._here[left].name
         if not others:
-            return f"{name} can't make a process group: it is left out for {wait_s:.1f} s"
+            return f"{name} can't make a process group: it {LEFT_OUT} for {wait_s:.1f} s"
         shown = ", ".join(self._here[o].name for o in others[:MOST_NAMES] if o in self._here)
         shown += ", ..." * (len(others) > MOST_NAMES)
         again = f"they try again in {wait_s:.1f} s" if wait_s > 0 else "they try again now"
         return (
-            f"{name} and {shown} can't connect to each other: {name} is left out until they can, "
+            f"{name} and {shown} can't connect to each other: {name} {LEFT_OUT} until they can, "
             f"and {again}"
         )

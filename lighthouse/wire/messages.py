@@ -48,6 +48,9 @@ positions. A replica group that holds it must heal, and is never a source."""
 DECLARE_DEAD = "`lighthouse declare-dead NAME`"
 """In the reason of a wait that has no limit: what a person may do about it."""
 
+LEFT_OUT = "is left out"
+"""In the reason of a wait: others train without a member, since it can't connect to them."""
+
 NO_QUORUM = 0
 """quorum_id of a replica group that was never in a quorum."""
 

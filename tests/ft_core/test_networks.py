@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 
 import pytest
 import torch
 
 from ft_core.config import JobOptions
+from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
 from ft_core.shell import session
 from ft_core.shell.intra_group import IntraGroup
 from ft_core.telemetry import HEAL_DONE, Event
@@ -169,3 +170,22 @@ def test_ranks_of_one_group_find_each_other_where_there_is_ipv6_only() -> None:
                     return agreed
 
             assert replicas(lambda: rank(0), lambda: rank(1)) == [True, True]
+
+
+def test_a_member_of_another_host_that_tells_a_loopback_address_is_not_taken_for_dead() -> None:
+    """What `TORCHFT_LIGHTHOUSE=tcp://127.0.0.1:29510` makes of a member on the lighthouse's own host."""
+    if not networks.available():
+        pytest.skip("network namespaces need root and `ip`")
+    with networks.networks(2) as made, ExitStack() as stack:
+        groups = []
+        for index, hostname in enumerate((made.host(0), "127.0.0.1")):
+            with made.inside(index):
+                groups.append(ProcessGroupGloo(hostname=hostname))
+                stack.callback(groups[index].shutdown)
+                groups[index].address()
+        with (
+            made.inside(0),
+            pytest.raises(ProcessGroupError, match="or it is on another host") as told,
+        ):
+            groups[0].configure(1, 0, [group.address() for group in groups], PATIENCE_S)
+    assert "set FT_INTERFACE there" in str(told.value)

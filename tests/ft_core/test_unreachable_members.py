@@ -183,7 +183,7 @@ def test_no_packet_gets_through_from_some_step_on(ways: tuple[tuple[int, int], .
         assert training.quorums_at_first == 2, "one of all three, one of two: none fails to connect"
 
 
-def test_an_address_that_leads_nowhere() -> None:
+def test_an_address_that_leads_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     """All hold equal states, so nothing but the rule keeps quorums from following each other."""
     with lighthouse(timeout_s=TIMEOUT_S, expected_replicas=3, all_join=True) as server:
         members = {name: Member(server, name) for name in NAMES}
@@ -208,6 +208,10 @@ def test_an_address_that_leads_nowhere() -> None:
             members["c"].replica.close()
 
         replicas(lambda: train("a"), lambda: train("b"), wait_in_vain)
+        said = [line for line in caplog.messages if "c is left out" in line]  # WARNING, by default
+        assert len(said) == 1, "once, not in each step"
+        assert "127.0.0.1" in said[0]
+        assert "set FT_INTERFACE" in said[0]
         # One or two that fail, one that works; and where trials of the pair succeed, none.
         assert len(members["a"].quorums) <= 3
         assert len(members["b"].quorums) <= 3
