@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import socket
@@ -15,8 +16,16 @@ import zmq
 
 from lighthouse import dealer
 from lighthouse.config import Timeouts, split_address
-from lighthouse.own_address import bracketed, outgoing_address, resolve, uses_ipv6
+from lighthouse.own_address import (
+    bracketed,
+    is_loopback,
+    outgoing_address,
+    resolve,
+    uses_ipv6,
+)
 from lighthouse.wire import codec
+
+log = logging.getLogger("lighthouse")
 
 CLIENT_SEND_QUEUE_MESSAGES = 64
 BACKLOG = 4_096
@@ -90,9 +99,18 @@ def _bindable(endpoint: str) -> str:
     if host == "*":
         return endpoint
     try:
-        return f"tcp://{bracketed(str(resolve(host, port)[0][4][0]))}:{port}"
+        found = str(resolve(host, port)[0][4][0])
     except ValueError as error:
         raise OSError(errno.EADDRNOTAVAIL, f"can't listen on {endpoint}: {error}") from error
+    if is_loopback(found) and host != "localhost" and not is_loopback(host):
+        log.warning(
+            "%r is %s here, an address that leads other machines nowhere: tcp://0.0.0.0:%d listens "
+            "for them, too",
+            host,
+            found,
+            port,
+        )
+    return f"tcp://{bracketed(found)}:{port}"
 
 
 def open_dealer(

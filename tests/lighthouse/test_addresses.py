@@ -74,10 +74,15 @@ def test_a_name_with_several_addresses_of_which_one_answers(
             assert client.status()["jobs"] == []
 
 
-def test_a_lighthouse_listens_where_its_host_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    _names(monkeypatch, here=["127.0.0.2"])
+def test_a_lighthouse_listens_where_its_host_name_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _names(monkeypatch, here=["127.0.0.2"])  # as /etc/hosts may have this machine's own name
+    with LighthouseServer("tcp://localhost:0"), LighthouseServer("tcp://127.0.0.2:0"):
+        assert not caplog.messages
     with LighthouseServer("tcp://here:0") as server:
         assert server.address().startswith("tcp://127.0.0.2:")
+        assert "leads other machines nowhere: tcp://0.0.0.0:0 listens" in caplog.text
     with pytest.raises(OSError, match=r"no\.such\.host\.invalid' does not resolve"):
         LighthouseServer("tcp://no.such.host.invalid:0")
 
