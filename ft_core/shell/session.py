@@ -374,7 +374,7 @@ class Session:
             log.warning(
                 "%s (lighthouse %s, job id %s)", line, self.lighthouse, self._options.job_id
             )
-        elif LEFT_OUT in text and not self._told_left_out:
+        elif f": {self._options.name} {LEFT_OUT}" in text and not self._told_left_out:
             self._told_left_out = True
             log.warning(
                 "%s. This process tells the others that it is at %s: if that does not lead here from their "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -181,6 +181,33 @@ def test_no_packet_gets_through_from_some_step_on(ways: tuple[tuple[int, int], .
         training.mend = lambda: [networks_of.mend(*way) for way in ways]
         training.run(kept="ab", left_out="c")
         assert training.quorums_at_first == 2, "one of all three, one of two: none fails to connect"
+
+
+def test_of_those_that_wait_one_says_that_its_address_leads_nowhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All three are needed, so each is told who is left out."""
+    with lighthouse(
+        timeout_s=TIMEOUT_S, min_replicas=3, expected_replicas=3, all_join=True
+    ) as server:
+        members = {name: Member(server, name) for name in NAMES}
+        group = members["c"].replica.manager._pg
+        good = Address.decode(group.address())
+        group.address = Address(good.host, 1, good.cookie).encode
+        heard = threading.Barrier(len(NAMES))
+
+        def wait(name: str) -> None:
+            manager = members[name].replica.manager
+            while not members[name].left_out.is_set():
+                with suppress(QuorumUnavailable):
+                    manager.start_quorum(timeout=timedelta(seconds=0.1))
+                    assert not manager.should_commit()  # one that could not connect
+            heard.wait(PATIENCE_S)
+            members[name].replica.close()
+
+        replicas(*(functools.partial(wait, name) for name in NAMES))
+        said = [line for line in caplog.messages if "tells the others that it is at" in line]
+        assert [line[:3] for line in said] == ["c: "]
 
 
 def test_an_address_that_leads_nowhere(caplog: pytest.LogCaptureFixture) -> None:
