@@ -159,7 +159,9 @@ class _Pass:
         if skip and sampler is not None:
             sampler._ft_skip = skip
         lent = self._draws_from_torch and not torch.equal(own, iteration.generator_state)
-        if lent or skip or (comes_back and iteration.yielded):  # its peers draw nothing within a pass
+        if (
+            lent or skip or (comes_back and iteration.yielded)
+        ):  # its peers draw nothing within a pass
             return _drawn(self._original(loader), own)
         return self._original(loader)
 
