@@ -34,7 +34,6 @@ from ft_core.launch import rank_group
 from ft_core.launch.supervisor import say, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
 from lighthouse.files import hold_standard_streams
-from lighthouse.own_address import bracketed, uses_ipv6
 
 SPEAKER = "ft_accelerate"
 DEFAULT_LIGHTHOUSE_PORT = 29510
@@ -181,6 +180,9 @@ def lighthouse_plan(
                 f"main_process_ip to the first machine's address, or "
                 f"{argument_name('lighthouse')} to that of a running one"
             )
+        # Not for each process that imports torch, and this module with it.
+        from lighthouse.own_address import bracketed, uses_ipv6
+
         port = main_process_port or DEFAULT_LIGHTHOUSE_PORT
         address = f"tcp://{bracketed(main_process_ip)}:{port}"
         everywhere = "[::]" if uses_ipv6(address) else "0.0.0.0"

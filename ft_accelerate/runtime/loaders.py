@@ -159,9 +159,8 @@ class _Pass:
         if skip and sampler is not None:
             sampler._ft_skip = skip
         lent = self._draws_from_torch and not torch.equal(own, iteration.generator_state)
-        if (
-            lent or skip or (comes_back and iteration.yielded)
-        ):  # its peers draw nothing within a pass
+        # Within a pass its peers draw nothing here.
+        if lent or skip or (comes_back and iteration.yielded):
             return _drawn(self._original(loader), own)
         return self._original(loader)
 
