@@ -151,9 +151,14 @@ def advertised_host(lighthouse: str, interface: str = "", answers: str = "") -> 
         return interface
     name = split_address(normalize_address(lighthouse))[0]
     found = outgoing_address(split_address(answers)[0] if answers else name)
-    if is_loopback(found) and name != "localhost" and not is_loopback(name):
+    if means_this_machine_only(name, found):
         return outgoing_address(prefer_ipv6=":" in found)
     return found
+
+
+def means_this_machine_only(name: str, found: str) -> bool:
+    """Whether a name that other machines know, too, is a loopback address here: `found` is what it resolves to."""
+    return is_loopback(found) and name != "localhost" and not is_loopback(name)
 
 
 def is_loopback(host: str) -> bool:

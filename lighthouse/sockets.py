@@ -18,7 +18,7 @@ from lighthouse import dealer
 from lighthouse.config import Timeouts, split_address
 from lighthouse.own_address import (
     bracketed,
-    is_loopback,
+    means_this_machine_only,
     outgoing_address,
     resolve,
     uses_ipv6,
@@ -102,7 +102,7 @@ def _bindable(endpoint: str) -> str:
         found = str(resolve(host, port)[0][4][0])
     except ValueError as error:
         raise OSError(errno.EADDRNOTAVAIL, f"can't listen on {endpoint}: {error}") from error
-    if is_loopback(found) and host != "localhost" and not is_loopback(host):
+    if means_this_machine_only(host, found):
         log.warning(
             "%r is %s here, an address that leads other machines nowhere: tcp://0.0.0.0:%d listens "
             "for them, too",

@@ -672,9 +672,7 @@ class Manifest:
 def _in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     if sorted(order) != list(range(tensor.dim())):
         raise HealError(f"A source sent a malformed manifest: {order!r} are no dimensions.")
-    found = torch.empty_permuted(
-        tensor.shape, order, dtype=tensor.dtype, device=tensor.device, requires_grad=False
-    )
+    found = torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device)
     return found.copy_(tensor.detach())
 
 

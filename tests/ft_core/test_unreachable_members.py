@@ -183,6 +183,12 @@ def test_no_packet_gets_through_from_some_step_on(ways: tuple[tuple[int, int], .
         assert training.quorums_at_first == 2, "one of all three, one of two: none fails to connect"
 
 
+def tells_an_address_that_leads_nowhere(member: Member) -> None:
+    group = member.replica.manager._pg
+    good = Address.decode(group.address())
+    group.address = Address(good.host, 1, good.cookie).encode
+
+
 def test_of_those_that_wait_one_says_that_its_address_leads_nowhere(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -191,9 +197,7 @@ def test_of_those_that_wait_one_says_that_its_address_leads_nowhere(
         timeout_s=TIMEOUT_S, min_replicas=3, expected_replicas=3, all_join=True
     ) as server:
         members = {name: Member(server, name) for name in NAMES}
-        group = members["c"].replica.manager._pg
-        good = Address.decode(group.address())
-        group.address = Address(good.host, 1, good.cookie).encode
+        tells_an_address_that_leads_nowhere(members["c"])
         heard = threading.Barrier(len(NAMES))
 
         def wait(name: str) -> None:
@@ -214,9 +218,7 @@ def test_an_address_that_leads_nowhere(caplog: pytest.LogCaptureFixture) -> None
     """All hold equal states, so nothing but the rule keeps quorums from following each other."""
     with lighthouse(timeout_s=TIMEOUT_S, expected_replicas=3, all_join=True) as server:
         members = {name: Member(server, name) for name in NAMES}
-        group = members["c"].replica.manager._pg
-        good = Address.decode(group.address())
-        group.address = Address(good.host, 1, good.cookie).encode
+        tells_an_address_that_leads_nowhere(members["c"])
         trained = threading.Barrier(len(NAMES))
 
         def train(name: str) -> None:
