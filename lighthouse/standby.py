@@ -35,8 +35,9 @@ from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.keeper import keep_running, patiently
 from lighthouse.server import LighthouseServer
 
-MAX_LOOK_S = 5.0
-"""The longest time between two looks at the connections (at least four in the idle time)."""
+MIN_LOOK_S, MAX_LOOK_S = 0.25, 5.0
+"""Between two looks at the connections: a quarter of the idle time, within these. A look that comes late by as
+much again counts as one after a stop, and an idle server takes some 10 ms to answer one."""
 _LISTENING, _FAILED = "listening ", "failed "
 
 
@@ -122,7 +123,7 @@ class Idle:
 
     def next_look_s(self) -> float:
         """Seconds until `over` should be called again."""
-        return min(self.limit_s / 4, MAX_LOOK_S)
+        return min(max(self.limit_s / 4, MIN_LOOK_S), MAX_LOOK_S)
 
 
 # ---------------------------------------------------------------- in the lighthouse's processes

@@ -78,6 +78,13 @@ def test_a_process_that_was_stopped_was_not_idle() -> None:
     assert idle.over(unused, 510.0)
 
 
+def test_a_server_that_is_slow_to_answer_is_idle_all_the_same() -> None:
+    """Whatever the idle time: looks that take long, each of them, are not stops."""
+    idle, unused = Idle(0.01, now=0.0), {"connections": 0, "received": 5}
+    looks = [(look + 1) * (idle.next_look_s() + 0.02) for look in range(3)]
+    assert [idle.over(unused, now) for now in looks] == [False, True, True]
+
+
 @pytest.mark.process
 @pytest.mark.usefixtures("stopped")
 def test_all_processes_that_ask_find_the_same_lighthouse(
