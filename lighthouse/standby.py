@@ -34,10 +34,10 @@ from lighthouse import sockets
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.keeper import keep_running, patiently
 from lighthouse.server import LighthouseServer
+from lighthouse.waits import Overdue
 
-MIN_LOOK_S, MAX_LOOK_S = 0.25, 5.0
-"""Between two looks at the connections: a quarter of the idle time, within these. A look that comes late by as
-much again counts as one after a stop, and an idle server takes some 10 ms to answer one."""
+MAX_LOOK_S = 5.0
+"""The longest time between two looks at the connections (at least four in the idle time)."""
 _LISTENING, _FAILED = "listening ", "failed "
 
 
@@ -96,8 +96,8 @@ class LaunchedLighthouse:
 
 
 class Idle:
-    """Tells when a server has had nothing to do for `limit_s` seconds. Reads no clock. While its process was
-    stopped it was not idle: what has come meanwhile may be unread.
+    """Tells when a server has had nothing to do for `limit_s` seconds. Reads no clock. What has come while its
+    process was stopped counts: it may be unread at the first look after that.
 
     Raises ValueError unless `limit_s` is positive.
     """
@@ -106,7 +106,8 @@ class Idle:
         if limit_s <= 0:
             raise ValueError(f"the idle time must be positive, got {limit_s:g}")
         self.limit_s = limit_s
-        self._since = self._looked = now
+        self._over_at = now + limit_s
+        self._overdue = Overdue()
         self._received = -1
 
     def over(self, server: dict[str, Any], now: float) -> bool:
@@ -114,16 +115,15 @@ class Idle:
 
         `server`: the part "server" of `LighthouseServer.status()`.
         """
-        away = now > self._looked + 2 * self.next_look_s()
-        if away or server["connections"] > 0 or server["received"] != self._received:
+        if server["connections"] > 0 or server["received"] != self._received:
             self._received = server["received"]
-            self._since = now
-        self._looked = now
-        return now - self._since >= self.limit_s
+            self._over_at = now + self.limit_s
+        return self._overdue.passed(self._over_at, now)
 
-    def next_look_s(self) -> float:
+    def next_look_s(self, now: float) -> float:
         """Seconds until `over` should be called again."""
-        return min(max(self.limit_s / 4, MIN_LOOK_S), MAX_LOOK_S)
+        left_s = self._overdue.look_at(self._over_at) - now
+        return min(self.limit_s / 4, MAX_LOOK_S, max(0.0, left_s))
 
 
 # ---------------------------------------------------------------- in the lighthouse's processes
@@ -262,7 +262,7 @@ def _keep_serving(
 def _wait_until_unused(server: LighthouseServer, limit_s: float, stop: threading.Event) -> None:
     """Return when `server` was idle for `limit_s` seconds, has ended, or `stop` is set. Blocks."""
     idle = Idle(limit_s, time.monotonic())
-    while not stop.wait(idle.next_look_s()) and not server.join(0.0):
+    while not stop.wait(idle.next_look_s(time.monotonic())) and not server.join(0.0):
         if idle.over(server.status()["server"], time.monotonic()):
             return
 

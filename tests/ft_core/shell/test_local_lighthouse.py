@@ -60,29 +60,36 @@ def end(port: int) -> None:
         os.close(descriptor)
 
 
+def looks(idle: Idle, since: float, took_s: float = 0.0) -> Iterator[float]:
+    """When a loop looks, whose looks take so long."""
+    while True:
+        yield (since := since + idle.next_look_s(since) + took_s)
+
+
 def test_idle_is_counted_from_the_last_sign_of_life() -> None:
     idle = Idle(10.0, now=0.0)
     used, unused = {"connections": 1, "received": 5}, {"connections": 0, "received": 5}
     assert not any(idle.over(used, now) for now in (4.0, 8.0))
-    assert not any(idle.over(unused, now) for now in (12.0, 16.0, 17.9))
-    assert idle.over(unused, 18.0)
+    assert next(now for now in looks(idle, 8.0) if idle.over(unused, now)) == 18.0
     assert not idle.over({"connections": 0, "received": 6}, 19.0)
     with pytest.raises(ValueError, match="positive"):
         Idle(0.0, now=0.0)
 
 
-def test_a_process_that_was_stopped_was_not_idle() -> None:
+def test_what_has_come_while_the_process_was_stopped_is_use() -> None:
     """Members that have connected meanwhile are in its kernel."""
-    idle, unused = Idle(10.0, now=0.0), {"connections": 0, "received": -1}
-    assert not any(idle.over(unused, now) for now in (2.5, 500.0, 502.5, 507.5))
-    assert idle.over(unused, 510.0)
+    idle, unused = Idle(10.0, now=0.0), {"connections": 0, "received": 5}
+    assert not any(idle.over(unused, now) for now in (2.5, 500.0))
+    assert 0.0 < idle.next_look_s(500.0) < 1.0
+    assert not idle.over({"connections": 1, "received": 5}, 500.3)
+    assert next(now for now in looks(idle, 500.3) if idle.over(unused, now)) == 510.3
 
 
-def test_a_server_that_is_slow_to_answer_is_idle_all_the_same() -> None:
-    """Whatever the idle time: looks that take long, each of them, are not stops."""
-    idle, unused = Idle(0.01, now=0.0), {"connections": 0, "received": 5}
-    looks = [(look + 1) * (idle.next_look_s() + 0.02) for look in range(3)]
-    assert [idle.over(unused, now) for now in looks] == [False, True, True]
+@pytest.mark.parametrize("limit_s", [0.01, 10.0])
+def test_a_server_that_is_slow_to_answer_is_idle_all_the_same(limit_s: float) -> None:
+    idle, unused = Idle(limit_s, now=0.0), {"connections": 0, "received": 5}
+    took = next(now for now in looks(idle, 0.0, took_s=0.2) if idle.over(unused, now))
+    assert limit_s < took < 1.5 * limit_s + 2.0
 
 
 @pytest.mark.process
