@@ -140,8 +140,9 @@ class Narrator:
             self._say(f"all had ended; the job goes on from the kept state of {place}")
         for gone in sorted(before - self._members):
             reason = gone_why if gone_of == gone else ""
+            known = f" ({reason})" if reason else ""
             if reason != f"left: {FINISHED}" and (self._deaths or "evicted" in reason):
-                self._say(f"group {gone} is gone ({reason or 'lost'}); {count} go on")
+                self._say(f"group {gone} is gone{known}; {count} go on")
 
     def _count(self) -> str:
         return f"{len(self._members)} of {self._groups} replica groups"

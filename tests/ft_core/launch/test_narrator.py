@@ -64,6 +64,9 @@ def test_the_first_member_tells_of_the_others(capsys: pytest.CaptureFixture[str]
     gone = "ft_lightning: group 1 is gone (process died); 2 of 3 replica groups go on"
     assert told.quorum("0:a", "2:a") == [gone]
     assert told.quorum("0:a", "1:b", "2:a", healing=("1:b",)) == []  # it tells that itself
+    gone = "ft_lightning: group 1 is gone; 2 of 3 replica groups go on"
+    assert told.quorum("0:a", "2:a") == [gone]  # a later quorum was not told why
+    assert told.quorum("0:a", "1:b", "2:a", healing=("1:b",)) == []
     told(REVOKED, quorum_id=3, reason="2: left: finished")
     assert told.quorum("0:a", "1:b") == []
     assert told.quorum("0:a", "1:b", rank=1) == told.quorum("0:a", rank=1) == []
