@@ -239,9 +239,14 @@ def _prepare_model(
     evaluation_mode: bool = False,
 ) -> Any:
     """A model that was prepared for evaluations, and then for training: Accelerate returns it as it is, so that
-    each process would train weights of its own. Here it is prepared anew."""
-    prepared = getattr(model, "_is_accelerate_prepared", False)
-    if prepared and not evaluation_mode and not runtime.prepared.knows(model):
+    each process would train weights of its own. Here it is prepared anew. One that was prepared for training is
+    returned as it is, also by Accelerate 1.11, which marks none that this method has prepared."""
+    listed = any(known is model for known in self._models)
+    if runtime.prepared.knows(model):
+        if not listed:
+            self._models.append(model)
+        return model
+    if getattr(model, "_is_accelerate_prepared", listed) and not evaluation_mode:
         self._models = [known for known in self._models if known is not model]
         model = extract_model_from_parallel(model, keep_fp32_wrapper=False)
         model._is_accelerate_prepared = False
