@@ -121,7 +121,13 @@ class Resumption:
             self._loaded_checkpoint = {}
             cls.resume_start(self, None, *args, **kwargs)
 
-        return {"resume_start": resume_start}
+        def resume_end(self: Any) -> None:
+            cls.resume_end(self)
+            if resumption.source:
+                # Not the user's `ckpt_path`: ModelCheckpoint would never remove it.
+                self._ckpt_path = None
+
+        return {"resume_start": resume_start, "resume_end": resume_end}
 
     def _may_begin_from(self, checkpoint: dict[str, Any], step: int) -> bool:
         """Whether a checkpoint that was written at `step` is still that, and leaves something to train. Peers that

@@ -52,7 +52,8 @@ def first_steps(run: Run, name: int) -> list[int]:
 
 @pytest.mark.process
 def test_a_supervised_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    """All groups are killed, and started again. The script run once more begins anew."""
+    """All groups are killed, and started again. The checkpoint goes when there is a newer one. The script run
+    once more begins anew."""
     place = f"step:1:{KILLED_AT}"
     options: dict[str, Any] = {"fits": 1, "epochs": EPOCHS, "devices": 2, "strategy": {}}
     with running(tmp_path, worker=WORKER, holds=[place, "life:2"], **options) as run:
@@ -69,6 +70,8 @@ def test_a_supervised_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> 
         assert output.count("ft_lightning: training with 2 of 2 replica groups") == 2  # both lives
         said = "ft_lightning: all had ended; the job goes on from "
         assert run.output().count(said) == 1
+        (left,) = tmp_path.glob("lightning_logs/version_*/checkpoints/*.ckpt")
+        assert left.name.endswith(f"step={STEPS}.ckpt")
         run.wait(run.start())
         assert [first_steps(run, name) for name in (0, 1)] == [[0, SAVED_AT, 0]] * 2
         assert run.output().count(said) == 1
