@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -99,9 +100,13 @@ def _ending(whose: str, name: str, at_once: bool, otherwise: _Hook) -> _Hook:
             end_at_once(whose, line, code, sys.__stderr__)
         if line:
             say(whose, line, sys.__stderr__)
+        # What Python would do where a hook returns, and does not where it raises: an open file in a variable of the
+        # script is written when that is cleared.
+        traceback.clear_frames(trace)
         raise SystemExit(code)
 
     hook.ft_core = True  # type: ignore[attr-defined]
+    hook.main = sys.modules["__main__"]  # type: ignore[attr-defined] # whose variables are cleared if it is there
     return hook
 
 
