@@ -246,7 +246,7 @@ class Runtime:
                 break  # an evaluation within an epoch, in which a window could not be entered
             if position.asked(iteration) and loader.end_of_dataloader:
                 break
-            self._go_live_if_there()
+            self._go_live_if_there("fetch")
             if not self.live:
                 break
             if self._data is not None:
@@ -275,13 +275,13 @@ class Runtime:
         if self._healed is not None:
             self._numbers.arrive(self._healed)
 
-    def _go_live_if_there(self) -> None:
+    def _go_live_if_there(self, at: str) -> None:
         """Go live if the peers have done no more. One that has left meanwhile asks them first: they have gone on."""
         self._take()
         if self.live or self._aside:
             return
         target, missed = self.position.target, self.position.missed
-        if self.position.settle():
+        if self.position.settle(at):
             assert target is not None
             if self.position.missed > missed and (place := self.position.in_words()):
                 away = after(time.monotonic() - self._there_at)
@@ -321,7 +321,7 @@ class Runtime:
     def _begin_gradients(self) -> bool:
         """First gradients of a backward pass: whether to reduce."""
         self.comes_to_another_place()
-        self._go_live_if_there()
+        self._go_live_if_there("grad")
         if not self.live and self.position.grad_is_done:
             return False
         if self._data is not None:
@@ -341,7 +341,7 @@ class Runtime:
         committed a gradient step they seldom check again (`_gradients_committed`).
         """
         self._begin("grad")
-        self._go_live_if_there()
+        self._go_live_if_there("grad")
         if not self.live and self.position.grad_is_done:
             return False
         self._manager.state.shares_rest = False
@@ -350,8 +350,7 @@ class Runtime:
         return True
 
     def _gradients_committed(self) -> None:
-        """A gradient step is committed, as all members of its quorum know. Its next gradients seldom need a
-        header."""
+        """A gradient step is committed, as its quorum knows: its next gradients seldom need a header."""
         self.means.committed()
         self._headers.committed(self._quorum_id, models=len(self.prepared.models))
 
@@ -421,7 +420,7 @@ class Runtime:
 
     def _op_is_done(self) -> bool:
         """Whether the peers have done the operation that the script is about to do."""
-        self._go_live_if_there()
+        self._go_live_if_there("op")
         return self.position.op_is_done
 
     def _attempt(self, kind: Kind, attempt: Attempt, *, computes: bool = False) -> Any:
@@ -452,6 +451,7 @@ class Runtime:
 
     def _begin(self, at: str) -> None:
         """Open an attempt, unless one is open: be in a quorum, heal, serve."""
+        self._at = at  # also in one that is open: if its quorum is lost, it serves from here
         self._end_if_due()
         if at == "op" and self.reducer.busy:
             self.reducer.before_forward()  # a backward has raised, and the script has caught it
@@ -676,7 +676,7 @@ class Runtime:
         """Whether the script, which is at its end, has not reached its peers' place."""
         if self._closed or self.manager is None:
             return False
-        self._go_live_if_there()
+        self._go_live_if_there("end")
         return not self.live
 
     def close(self, *, finished: bool = False) -> None:

@@ -529,12 +529,15 @@ class ScriptPosition:
             return True
         return self.target is not None and len(self.ops) < len(self.target.ops)
 
-    def settle(self) -> bool:
-        """Before an event or a batch: go live if the peers have done no more than this script.
+    def settle(self, at: str) -> bool:
+        """Before an event or a batch (`at`, see `Target`): go live if the peers have done no more than this script.
+        Peers that are at an event have used the batches before it: their schedulers and registered objects count them.
 
         True: it has gone live just now.
         """
         if self.target is None or self.op_is_done or self.grad_is_done:
+            return False
+        if at == "fetch" and self.target.at != "fetch":
             return False
         self.missed += max(0, self.target.events - self._left_at)
         self.phase, self.events, self.batches = Phase.LIVE, self.target.events, self.target.batches

@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "evaluated": 50,  # of these samples
     "batch_size": 4,
     "accumulate": 1,
+    "each_batch": False,  # the scheduler steps with each, and a registered object counts it before its backward
     "triggered": False,  # two forwards without synchronization, of which the second one's backward has it
     "moves": False,  # the optimizer is `Moving`
     "restores": False,  # the second epoch begins with the weights of the first one's beginning
@@ -265,6 +266,7 @@ def run(options: dict[str, Any]) -> None:
         script_position.STAY_S = options["stay_s"]
     accelerator = Accelerator(
         gradient_accumulation_steps=options["accumulate"],
+        step_scheduler_with_optimizer=not options["each_batch"],
         mixed_precision=options["precision"],
         cpu=True,
         dataloader_config=DataLoaderConfiguration(
@@ -328,6 +330,7 @@ def run(options: dict[str, Any]) -> None:
                 slow = log.live or options["delays_past"]
                 time.sleep(options["step_delay_s"] if slow else 0)
                 log.at(f"step-{global_step}")
+                average.count += options["each_batch"]
                 with accelerator.accumulate(model):
                     if not options["triggered"]:
                         loss = nn.functional.cross_entropy(model(x), y)

@@ -388,6 +388,24 @@ def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighth
     assert compare(run.lines(0), run.lines(1)) > windows
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_batches_of_a_step_that_waits_count_once(
+    tmp_path: Path, lighthouse: str, accumulate: int
+) -> None:
+    """Its peer comes back when the gradients are to be averaged: schedulers and registered objects have the step's
+    batches in them by then, and the one that comes back uses these batches, too."""
+    options = {"each_batch": True, "accumulate": accumulate, "norm": False, "epochs": 3}
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    fewest = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path / "ft", lighthouse, holds=["step-9"], **options) as run:
+        zero, one = run.start(0, **fewest), run.start(1, **fewest)
+        one = run.killed_and_back(one, 1, hold="step-9", of=0, **fewest)
+        run.wait(zero, one)
+    for key in ("digest", "lr", "ticks", "count"):
+        assert run.end(0)[key] == run.end(1)[key] == plain.end(0)[key], key
+
+
 @pytest.mark.parametrize("raising", [[1], [1, 2]], ids=["one of two", "two of three"])
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate": 3, "gather_loss": True}], ids=["", "window"]

@@ -66,7 +66,7 @@ def test_a_fast_forward_arrives_at_the_window_and_goes_live() -> None:
     iteration = run_to(position, [3, 2])
     assert position.arrive(iteration)
     assert position.phase is Phase.REPLAY
-    assert position.settle()
+    assert position.settle("fetch")
     assert position.phase is Phase.LIVE
     assert (position.events, position.window) == (7, (1, 2))
 
@@ -74,17 +74,17 @@ def test_a_fast_forward_arrives_at_the_window_and_goes_live() -> None:
 def test_a_script_knows_how_much_it_was_led_past() -> None:
     position = ScriptPosition()
     position.relocate(peers(events=0, window=None))  # all begin with the state of one
-    assert position.settle() and position.missed == 0
+    assert position.settle("fetch") and position.missed == 0
     position.log("a", 0)
     position.log("b", 0)
     position.relocate(peers())
     position.relocate(peers(events=9))  # it has joined again on its way
-    assert position.arrive(run_to(position, [3, 2])) and position.settle()
+    assert position.arrive(run_to(position, [3, 2])) and position.settle("fetch")
     assert position.missed == 7
     position.graded()
     position.relocate(peers(events=12, window=(1, 4)))  # evicted, and back
     position.phase, position.grads = Phase.REPLAY, 0
-    assert position.settle() and position.missed == 9
+    assert position.settle("fetch") and position.missed == 9
 
 
 def test_the_main_process_is_the_first_whose_script_was_always_there() -> None:
@@ -99,9 +99,20 @@ def test_operations_before_the_gradient_step_are_replayed_with_real_work() -> No
     assert position.arrive(run_to(position, [3, 2]))
     assert position.phase is Phase.REPLAY
     assert not position.grad_is_done
-    assert not position.settle()
+    assert not position.settle("op")
     assert [position.replay_op(), position.replay_op()] == ["a", "b"]
-    assert position.settle()
+    assert position.settle("op")
+    assert position.phase is Phase.LIVE
+
+
+@pytest.mark.parametrize("at", ["op", "grad"])
+def test_one_whose_peers_have_used_the_windows_batches_goes_live_at_their_event(at: str) -> None:
+    position = ScriptPosition()
+    position.relocate(peers(at=at))
+    assert position.arrive(run_to(position, [3, 2]))
+    assert not position.settle("fetch")
+    assert position.phase is Phase.REPLAY
+    assert position.settle(at)
     assert position.phase is Phase.LIVE
 
 
@@ -113,7 +124,7 @@ def test_a_gradient_step_of_the_peers_is_not_done_again() -> None:
     position.replay_op()
     assert position.grad_is_done
     position.replay_grad()
-    assert position.settle()
+    assert position.settle("op")
 
 
 def test_in_the_same_window_what_was_done_here_is_not_replayed() -> None:
@@ -144,7 +155,7 @@ def test_a_step_that_was_left_out_has_ended_the_peers_window(later: int) -> None
     assert position.phase is Phase.REPLAY
     assert not position.grad_is_done
     assert not position.op_is_done
-    assert position.settle()
+    assert position.settle("grad")
 
 
 def test_a_step_that_all_have_left_out_begins_no_window() -> None:
@@ -220,7 +231,7 @@ def test_gradients_are_pending_behind_the_last_step_that_the_peers_have_done() -
     here.replay_grad()
     assert not here.pending
     here.replay_grad()
-    assert here.pending and here.settle()
+    assert here.pending and here.settle("op")
     assert here.describe("op").pending
     here.step_taken()
     assert not here.pending
@@ -262,7 +273,7 @@ def test_a_script_that_tells_of_its_epochs_enters_that_of_its_peers_wherever_tha
         iteration = position.begin(None)
         assert position.leap(iteration) and iteration.yielded == 3
         assert not position.leap(iteration)
-        assert position.arrive(iteration) and position.settle()
+        assert position.arrive(iteration) and position.settle("fetch")
         assert position.entry is None
 
 
@@ -285,7 +296,7 @@ def test_passes_within_an_epoch_that_was_entered_behind_them_are_counted_as_its_
     assert entry is not None
     position.enter(entry)
     iteration = position.begin(None)
-    assert position.leap(iteration) and position.arrive(iteration) and position.settle()
+    assert position.leap(iteration) and position.arrive(iteration) and position.settle("fetch")
     assert position.begin(None).seq == peer.begin(None).seq == 4
 
 
@@ -364,7 +375,7 @@ def test_a_try_that_its_peers_have_just_begun_is_entered_at_their_operation() ->
     position.begin_try(again=True)
     assert position.phase is Phase.REPLAY and position.op_is_done
     position.replay_op()
-    assert position.settle()
+    assert position.settle("op")
 
 
 def test_a_try_of_a_loop_without_prepared_loaders_is_a_later_training() -> None:
