@@ -42,7 +42,7 @@ from ft_accelerate.runtime import (
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoints import named, save_again, save_whole
-from ft_accelerate.runtime.divided_data import index_sampler
+from ft_accelerate.runtime.divided_data import index_sampler, read_counted
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
@@ -555,6 +555,7 @@ SEAMS = (
                 ("DataLoaderShard.begin", ("self",)),
                 ("DataLoaderShard.end", ("self",)),
                 ("BatchSamplerShard.__iter__", ("self",), around(loaders.skip_batches)),
+                ("IterableDatasetShard.__iter__", ("self",), around(read_counted)),
             ),
             "torch.autograd": (("grad", ("outputs", "inputs", "allow_unused"), _autograd_grad),),
             "torch.nn.modules.module": (("Module.zero_grad", ("self",), _zero_module),),

@@ -13,6 +13,8 @@ spare reads a share, too, whose batches do not count. It takes over the share of
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -191,3 +193,39 @@ def read_as(loader: Any, index: int, num_processes: int) -> None:
         if isinstance(each, (BatchSamplerShard, IterableDatasetShard)):
             if each.num_processes == num_processes:
                 each.process_index = index
+
+
+# ------------------------------------------------------------------ the last batch of a stream
+
+
+class _Counted:
+    """A dataset, and how many of its samples were read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self.read = dataset, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in self._dataset:
+            self.read += 1
+            yield sample
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+def read_counted(original: Any, shard: Any) -> Iterator[Any]:
+    """`IterableDatasetShard.__iter__`: notes at its end how many samples the last batch of all processes has. The rest
+    of that batch is filled up."""
+    reader = copy.copy(shard)
+    reader.dataset = counted = _Counted(shard.dataset)
+    yield from original(reader)
+    together = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+    shard._ft_rest = counted.read % together
+
+
+def tell_rest(loader: Any) -> None:
+    """`gather_for_metrics` leaves out what fills up the last batch, which this loader is about to give. In plain
+    Accelerate one process reads a stream for all, and tells how many samples that batch has."""
+    shard = getattr(loader, "dataset", None)
+    if isinstance(shard, IterableDatasetShard) and not shard.drop_last:
+        loader.remainder = shard.__dict__.get("_ft_rest", loader.remainder)

@@ -21,6 +21,7 @@ from ft_accelerate.runtime.divided_data import (
     refuse_uneven,
     seeded_sampler,
     stateful_dataset,
+    tell_rest,
 )
 from ft_accelerate.runtime.process import active
 from ft_accelerate.runtime.runtime import Runtime
@@ -117,6 +118,8 @@ class _Pass:
                         batch = next(real)
                     except StopIteration:
                         break
+                    if loader.end_of_dataloader:
+                        tell_rest(loader)
                 iteration.yielded += 1
                 position.batches += 1
                 yield batch

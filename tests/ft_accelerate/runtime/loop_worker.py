@@ -10,11 +10,18 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from tests.ft_accelerate.installed import is_fault_tolerant, run_script
 from tests.harness.script import Log, digest, fail_once, flip_bit
@@ -25,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "told": False,  # epochs and batches from `ft_accelerate.epochs`
     "samples": 152,
     "evaluated": 50,  # of these samples
+    "streams": False,  # the evaluation reads a stream
     "batch_size": 4,
     "accumulate": 1,
     "each_batch": False,  # the scheduler steps with each, and a registered object counts it before its backward
@@ -153,6 +161,7 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
     train = TensorDataset(images, labels)
     few = options["evaluated"]
     test = TensorDataset(images[:few], labels[:few])
+    evaluated = Stream(test) if options["streams"] else test
     order: Any = RandomSampler(train)
     own = None
     if options["generator"]:
@@ -162,8 +171,18 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
     more = {"persistent_workers": True, "generator": own} if options["persistent"] else {}
     return (
         DataLoader(train, options["batch_size"], sampler=order, **workers, **more),
-        DataLoader(test, 8, **workers),
+        DataLoader(evaluated, 8, **workers),
     )
+
+
+class Stream(IterableDataset[Any]):
+    """The samples in their order, without a length."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.samples[index] for index in range(len(self.samples)))
 
 
 class LoopLog(Log):

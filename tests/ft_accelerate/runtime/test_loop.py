@@ -388,6 +388,21 @@ def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighth
     assert compare(run.lines(0), run.lines(1)) > windows
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_an_evaluation_over_a_stream_counts_each_sample_once(
+    tmp_path: Path, lighthouse: str, split: bool
+) -> None:
+    """What fills up its last batch is left out, as in plain Accelerate, where one process reads for all."""
+    options = {"streams": True, "evaluated": 50, "epochs": 1, "data": {"split_batches": split}}
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    with running(tmp_path / "ft", lighthouse, **options) as run:
+        run.wait(*(run.start(index) for index in (0, 1)))
+    (expected,) = plain.evaluations(0)
+    assert expected["total"] == 50
+    assert [run.evaluations(index) for index in (0, 1)] == [[expected]] * 2
+
+
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_batches_of_a_step_that_waits_count_once(
     tmp_path: Path, lighthouse: str, accumulate: int
