@@ -23,6 +23,7 @@ at which the vote waits for it.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -190,6 +191,9 @@ class ComparedState:
 
     def _plan(self) -> list[list[Span]]:
         """The spans of each slice. The same in all members: it depends on the tensors' sizes alone."""
+        if len(self._parts) > 1:  # a model that was dropped gives no tensors, once it is gone
+            self._tensors = []
+            gc.collect()
         parts = (self._parts[key]() for key in sorted(self._parts))
         self._tensors = [tensor for tensors in parts for tensor in tensors]
         sizes = [local_part(tensor).nbytes for tensor in self._tensors]

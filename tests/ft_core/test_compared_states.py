@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ from torch import nn
 
 from ft_core.config import JobOptions
 from ft_core.ddp import DistributedDataParallel
+from ft_core.heal.digests import ComparedState
 from ft_core.optimizer import Optimizer
 from lighthouse.errors import JoinRefused
 from tests.harness import cluster
@@ -408,6 +411,37 @@ def test_each_rank_is_compared_with_its_like(hold: str) -> None:
             start = float(rank) if hold == "shards" else 0.0
             for group in groups:
                 assert torch.equal(group[rank].weights, torch.full((8,), start - ends[0]))
+
+
+def test_a_dropped_model_is_compared_in_no_member() -> None:
+    """Also where Python's garbage collector has not come by yet: it does at unlike times in members."""
+
+    def digest(collected: bool) -> bytes:
+        compared = ComparedState(1)
+        for number in range(2):
+            model = nn.Linear(3, 2)
+            nn.init.constant_(model.weight, number)
+            nn.init.zeros_(model.bias)
+            vars(model)["owner"] = model  # a cycle
+            known = weakref.ref(model)
+
+            def tensors(known: Any = known) -> list[torch.Tensor]:
+                return [] if known() is None else list(known().parameters())
+
+            compared.register(f"module.{number}", tensors)
+            assert compared.at(number, whole=True) is not None
+        if collected:
+            gc.collect()
+            compared.register("module.1", tensors)
+        found = compared.at(2, whole=True)
+        assert found is not None and known() is model
+        return found.finish()
+
+    gc.disable()
+    try:
+        assert digest(collected=True) == digest(collected=False)
+    finally:
+        gc.enable()
 
 
 def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
