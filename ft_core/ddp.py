@@ -36,7 +36,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from ft_core.collectives.allreduce import check_devices, completed, work_of
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
 from ft_core.process_group.torch_versions import ddp_arguments, ddp_without_buffers
-from ft_core.step import GradientManager, StartedReduce, new_part
+from ft_core.step import GradientManager, StartedReduce, new_part, while_it_lives
 
 log = logging.getLogger("ft_core")
 
@@ -356,7 +356,7 @@ class _Reduction(dist.ProcessGroup):
         self._divisor = 1
         self._on_their_way: list[StartedReduce] = []
         self._awaited_in = -1
-        self.reduce_used: Callable[[Tensor], Future[Tensor]] = self._reduce_used
+        self.reduce_used: Callable[[Tensor], Future[Tensor]] | None = None
         """Given how often this member used each parameter, gives what torch's reducer sees of it."""
 
     def begin_with(self, values: int, shared: SharedBuffers) -> None:
@@ -409,7 +409,7 @@ class _Reduction(dist.ProcessGroup):
         tensor = tensors[0]
         try:
             if not tensor.is_floating_point():
-                return work_of(self.reduce_used(tensor))
+                return work_of((self.reduce_used or self._reduce_used)(tensor))
             bucket = self._manager.start_allreduce(tensor, divided_by=self._divisor)
             self._await_later(bucket)
             self.unsent -= tensor.numel()
@@ -611,7 +611,7 @@ class SharedBuffers:
                 "one, or pass forward_sync_buffers=False"
             )
         self._start, self._wire = _Flat(buffers), _Flat(buffers)
-        manager.register_state_dict_fn(key, self._load, self._save)
+        manager.register_state_dict_fn(key, *while_it_lives(self._load, self._save))
         manager.register_step_end(self._on_step_end)
 
     def __bool__(self) -> bool:

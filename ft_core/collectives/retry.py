@@ -36,7 +36,7 @@ from torch.futures import Future
 
 from ft_core.collectives.allreduce import AsyncReduce, completed
 from ft_core.process_group.work import EndedWork
-from ft_core.step import GradientManager, StartedReduce
+from ft_core.step import GradientManager, StartedReduce, weak_if_method
 
 T = TypeVar("T")
 
@@ -301,8 +301,13 @@ class RetryableReducer:
 
     def register_step_end(self, hook: Callable[[bool], None]) -> None:
         """As `Manager.register_step_end`, also before there is a manager."""
-        number = len(self._registrations)
-        self._register(f"step end {number}", lambda manager: manager.register_step_end(hook))
+        number, known = len(self._registrations), weak_if_method(hook)
+
+        def register(manager: GradientManager) -> None:
+            if (living := known()) is not None:
+                manager.register_step_end(living)
+
+        self._register(f"step end {number}", register)
 
     def register_compared(self, key: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """As `Manager.register_compared`, also before there is a manager."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -467,3 +469,27 @@ def test_another_divisor_than_the_participants_needs_no_other_retry() -> None:
     for found in quorum.run(train):
         torch.testing.assert_close(found, expected)
     assert sorted(quorum.sums) == [1, 1, 8, 8]
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_model_that_is_dropped_leaves_no_memory_behind(attached: bool) -> None:
+    """A script may train one after the other with the same manager."""
+
+    def train(manager: ThreadManager) -> tuple[list[Any], Any]:
+        member = Member(manager)
+        if not attached:
+            member.reducer.detach()
+        model = member.wrap(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+        loss_of(model, DATA[0, manager.rank]).backward()
+        manager.step_end_hooks.clear()  # a Manager holds them weakly
+        known = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
+        member.models.clear()
+        load, save = manager.state_fns.get("module.buffers", (lambda state: None, lambda: None))
+        del model
+        load({"buffers": [torch.ones(4)]})  # of a peer that has it still
+        member.reducer.attach(manager)
+        gc.collect()  # in case that something refers to itself
+        return [part() for part in known], save()
+
+    for left, saved in ThreadQuorum(2).run(train):
+        assert not any(left) and saved is None
