@@ -246,8 +246,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         self.share = part.share
         self._took_over = where is Where.BATCH and not self._healed
         for place in self.progress.places:
-            if place.sampler is not None:
-                place.sampler.rank = self.distributed_sampler_kwargs["rank"]
+            if (sampler := place.sampler) is not None:
+                sampler.rank = self.distributed_sampler_kwargs["rank"]
                 if place.active:
                     place.read_again()
         if self._took_over:

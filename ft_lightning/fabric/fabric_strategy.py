@@ -379,7 +379,7 @@ class FTFabricMixin(FabricSavesMixin):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Called by `fabric.setup_dataloaders`."""
         loader = super().process_dataloader(dataloader)
-        place = LoaderPlace(loader, self.world_size)
+        place = LoaderPlace.of(loader, self.world_size)
         self.progress.places.append(place)
         set_epoch = self._from("fabric.utilities.data")._set_sampler_epoch
         place.placeable = is_placeable(loader)

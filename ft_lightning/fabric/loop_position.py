@@ -23,6 +23,7 @@ place.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -50,10 +51,11 @@ Place = tuple[int, int, bool, Any]
 
 @dataclass(slots=True, eq=False)
 class LoaderPlace:
-    """The place of one loader.
+    """The place of one loader. Of one that the script has dropped (it may make one for each epoch), only
+    numbers are left.
 
     Attributes:
-        loader: what gives the batches.
+        known: what gives the batches, held weakly.
         processes: among how many its data is divided.
         epoch: how often the loader was iterated before, which samplers are seeded with.
         batch: how many batches of this epoch were given out.
@@ -70,7 +72,7 @@ class LoaderPlace:
         stream: the state with which the next iteration of a stream begins; None: it begins as it would.
     """
 
-    loader: Any = None
+    known: weakref.ref[Any] | None = None
     processes: int = 1
     epoch: int = -1
     batch: int = 0
@@ -85,6 +87,22 @@ class LoaderPlace:
     origin: Origin = field(default_factory=Origin)
     draws: Draws = field(default_factory=lambda: Draws(None))
     stream: Any = None
+
+    @classmethod
+    def of(cls, loader: Any, processes: int = 1) -> LoaderPlace:
+        """Of a loader that begins."""
+        place = cls(processes=processes)
+        place.known = weakref.ref(loader, place._dropped)
+        return place
+
+    def _dropped(self, _: object) -> None:
+        self.known = self.sampler = self.stream = None
+        self.draws = Draws(None)
+
+    @property
+    def loader(self) -> Any:
+        """What gives the batches; None: the script has dropped it."""
+        return None if self.known is None else self.known()
 
     @property
     def uncounted(self) -> int:
@@ -239,17 +257,19 @@ def follow(
     Map-style data is placed by its sampler, which must give the same order for the same epoch. A stream is
     placed by its state. One that has none starts over, and the log says so.
     """
-    sampler = _PlacedSampler(loader._index_sampler) if is_placeable(loader) else None
+    placeable = is_placeable(loader)
+    sampler = _PlacedSampler(loader._index_sampler) if placeable else None
     if sampler is not None:
         place.draws = sampler.draws
+    loader._ft_sampler = sampler  # its class, below, lives until the garbage collector runs
 
     def methods(cls: Any) -> dict[str, Any]:
         def __iter__(self: Any) -> Iterator[Any]:
-            return _batches(self, cls, place, sampler, boundary, set_epoch)
+            return _batches(self, cls, place, self._ft_sampler, boundary, set_epoch)
 
         return {
             "__iter__": __iter__,
-            **({"_index_sampler": property(lambda self: sampler)} if sampler is not None else {}),
+            **({"_index_sampler": property(lambda self: self._ft_sampler)} if placeable else {}),
         }
 
     adopt(loader, methods)

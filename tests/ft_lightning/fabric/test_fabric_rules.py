@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import uuid
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -332,6 +333,23 @@ def test_a_discarded_step_is_tried_again_before_the_scheduler_steps(fabric: Any)
     assert seen == [0.0, 2.0, 4.0]
     assert rates == [0.5, 0.25, 0.125]
     assert fabric.strategy.current_step == 3
+
+
+def test_a_loader_that_the_script_drops_is_not_kept(fabric: Any) -> None:
+    """It may make one for each epoch. That there was one is kept: peers tell theirs by their numbers."""
+    model, optimizer, first = ready(fabric, data(1))
+    kept: list[Any] = []
+    for _ in range(3):
+        loader = fabric.setup_dataloaders(data(2))
+        kept += weakref.ref(loader.dataset), weakref.ref(loader.sampler)
+        for (batch,) in loader:
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+    del loader
+    assert not any(known() for known in kept)
+    assert len(fabric.strategy.progress.state_dict()["places"]) == 4
+    assert fabric.strategy.current_step == 6
+    assert len(list(first)) == 1
 
 
 def test_a_compiled_model_is_compiled_around_what_reduces(fabric: Any) -> None:

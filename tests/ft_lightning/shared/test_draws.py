@@ -102,7 +102,7 @@ def test_under_a_trainer_that_begins_the_batches_of_an_epoch_anew(kind: Kind) ->
 def test_in_a_fabric_loop(kind: Kind, done: int) -> None:
     def made() -> tuple[Any, Progress, list[Any]]:
         loader, progress, states = drawing(kind), Progress(), []
-        place = LoaderPlace(loader=loader)
+        place = LoaderPlace.of(loader)
         progress.places = [place]
 
         def before_batch() -> None:
