@@ -89,9 +89,9 @@ def test_as_the_reference(case: str, members: int) -> None:
         local_sgd=kind is LocalSGD,
     )
     for trainer in trainers:
+        assert trainer.loop.stats.discarded == 0
         # Of three, Gloo's order of addition depends on where an element lies.
         same(trainer, run, exact=members == 2)
-        assert trainer.loop.stats.discarded == 0
         assert trainer.loop.stats.committed == trainer.manager.current_step() > 10
     for other in trainers[1:]:
         for name, value in trainers[0].globals().items():
