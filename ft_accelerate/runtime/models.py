@@ -4,6 +4,7 @@ that a script has prepared, as long as it lives."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -119,6 +120,8 @@ class Memory:
     ) -> None:
         self._position, self._all_agree = position, all_agree
         self._remembered: dict[Any, Any] = {}
+        self._shared: dict[Any, Tensor] = {}
+        """Large values. Batches of many lengths have as many outputs, which together would not fit."""
         self._skip_queued = False
         self._leaf = torch.zeros((), requires_grad=True)
         """A graph of remembered outputs ends here."""
@@ -138,6 +141,7 @@ class Memory:
         if position.phase is not Phase.LIVE and position.remembers:
             return self._remembered_forward(module, compute, inputs, kwargs, counts)
         self._remembered.clear()
+        self._shared.clear()
         trains = module.training and torch.is_grad_enabled()
         position.computed |= trains
         try:
@@ -158,16 +162,36 @@ class Memory:
         key = (module.training, _shapes((inputs, kwargs)))
         if not self._all_agree(key in self._remembered):
             with torch.no_grad(), _without_trace(module):
-                self._remembered[key] = compute(True)
+                self._remembered[key] = self._kept(compute(True))
         wants_grad = module.training and torch.is_grad_enabled()
         counts = wants_grad and counts
 
+        numbers = itertools.count()
+
         def answer(tensor: Tensor) -> Tensor:
+            place = next(numbers), tensor.dtype
+            if tensor.is_meta:
+                tensor = self._shared[place][: tensor.numel()].view(tensor.shape)
             if wants_grad and tensor.is_floating_point():
                 return _Answer.apply(self._leaf, tensor, self._skipped_gradient if counts else None)
             return _again(tensor)
 
         return recursively_apply(answer, self._remembered[key])
+
+    def _kept(self, output: Any) -> Any:
+        """`output`, without its large values: those of the largest output stand for those of all."""
+        numbers = itertools.count()
+
+        def keep(tensor: Tensor) -> Tensor:
+            place = next(numbers), tensor.dtype
+            values = type(tensor) is Tensor and tensor.is_floating_point()
+            if not values or tensor.nbytes <= COPIED_BYTES:
+                return tensor  # a number that the script may read, or indices
+            if place not in self._shared or self._shared[place].numel() < tensor.numel():
+                self._shared[place] = tensor.reshape(-1)
+            return tensor.to("meta")
+
+        return recursively_apply(keep, output)
 
     def _skipped_gradient(self) -> None:
         if not self._skip_queued:

@@ -518,8 +518,7 @@ class Twice(nn.Module):
         return {"loss": large.sum(), "large": large, "index": large.argmax()}
 
 
-def test_remembered_outputs_have_a_graph_and_are_not_copied_if_they_are_large() -> None:
-    position = one_window(50)
+def in_its_past(module: nn.Module, position: ScriptPosition) -> FaultTolerantModel:
     hooks = RetryHooks(
         begin=lambda: False,
         vote=lambda: True,
@@ -528,7 +527,12 @@ def test_remembered_outputs_have_a_graph_and_are_not_copied_if_they_are_large() 
         refused=lambda: None,
         unused_hint="",
     )
-    model = FaultTolerantModel(RetryableReducer(hooks), Twice(), position)
+    return FaultTolerantModel(RetryableReducer(hooks), module, position)
+
+
+def test_remembered_outputs_have_a_graph_and_are_not_copied_if_they_are_large() -> None:
+    position = one_window(50)
+    model = in_its_past(Twice(), position)
     x = torch.tensor(2.0)
     first, second = model(x), model(x)
     assert first["large"].data_ptr() == second["large"].data_ptr()
@@ -542,6 +546,17 @@ def test_remembered_outputs_have_a_graph_and_are_not_copied_if_they_are_large() 
     assert first["loss"].item() == 2.0 * COPIED_BYTES
     with torch.no_grad():
         assert not model(x)["loss"].requires_grad
+
+
+def test_remembered_outputs_for_batches_of_many_lengths_lie_in_one_place() -> None:
+    """Logits of each length together would be more than fits."""
+    model = in_its_past(nn.LSTM(4, 8), one_window(50))
+    batches = [torch.ones(length, 64, 4) for length in (20, 30, 10, 30, 20)]
+    first, *later = [model(batch)[0] for batch in batches]
+    assert [len(each) for each in (first, *later)] == [20, 30, 10, 30, 20]
+    assert len({each.data_ptr() for each in later}) == 1
+    assert {each.untyped_storage().nbytes() for each in later} == {30 * 64 * 8 * 4}
+    torch.testing.assert_close(first, later[-1])
 
 
 class Patience:
