@@ -25,6 +25,8 @@ from tests.harness.script import digest, fail_once, flip_bit
 from tests.harness.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
+_launching = threading.Lock()
+"""Lightning changes torch's DataLoader meanwhile, for all threads."""
 
 
 class Groups:
@@ -48,7 +50,8 @@ class Groups:
                 replica_name=str(index), num_replica_groups=self.count, **self.options
             )
             fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
-            fabric.launch()
+            with _launching:
+                fabric.launch()
             try:
                 self.results[index] = body(fabric, index)
             except Exception as error:
