@@ -451,7 +451,6 @@ class Runtime:
 
     def _begin(self, at: str) -> None:
         """Open an attempt, unless one is open: be in a quorum, heal, serve."""
-        self._at = at  # also in one that is open: if its quorum is lost, it serves from here
         self._end_if_due()
         if at == "op" and self.reducer.busy:
             self.reducer.before_forward()  # a backward has raised, and the script has caught it
