@@ -52,8 +52,7 @@ def test_equals_plain_ddp_bit_for_bit_also_with_discards(
     tmp_path: Path, lighthouse: str, options: dict[str, object]
 ) -> None:
     inject = {"0": 1, "3": 0, "9": 1, "10": 0}
-    with running(tmp_path / "plain", **options) as plain:
-        plain.wait(*plain.start_plain(), code=None)
+    plain = plain_run(tmp_path, **options)
     with running(tmp_path / "ft", lighthouse, inject=inject, **options) as run:
         run.wait(run.start(0), run.start(1))
     for index in (0, 1):
@@ -78,6 +77,13 @@ def test_equals_plain_ddp_bit_for_bit_also_with_discards(
         assert saved == sorted([*plainly, POSITION_FILE])
 
 
+def plain_run(tmp_path: Path, processes: int = 2, **options: object) -> Run:
+    """The same script under plain Accelerate, to its end."""
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(processes), code=None)
+    return plain
+
+
 def in_one_group(log: Path, lighthouse: str, plain: Run, **options: object) -> None:
     """Two processes that torchrun starts are one replica group, and no less equal to plain DDP."""
     with running(log, lighthouse, **options) as run:
@@ -94,8 +100,7 @@ def in_one_group(log: Path, lighthouse: str, plain: Run, **options: object) -> N
 def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: str) -> None:
     options = {"epochs": 1, "norm": False, "seedable": True, "generator": "torch"}
     # Without a norm, whose zero gradients AdamW would blow up to noise.
-    with running(tmp_path / "plain", **options) as plain:
-        plain.wait(*plain.start_plain(3), code=None)
+    plain = plain_run(tmp_path, 3, **options)
     with running(tmp_path / "ft", lighthouse, **options) as run:
         run.wait(*[run.start(index, 3) for index in range(3)])
     for index in range(3):
@@ -114,8 +119,7 @@ def test_random_numbers_are_those_without_faults(
     """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones."""
     options = {"dropout": 0.3, "norm": False, "generator": generator, "accumulate": accumulate}
     both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
-    with running(tmp_path / "plain", **options) as plain:
-        plain.wait(*plain.start_plain(), code=None)
+    plain = plain_run(tmp_path, **options)
     hold = f"step-{24 // accumulate}"
     with running(tmp_path / "ft", lighthouse, holds=[hold], **options) as run:
         zero, one = (run.start(index, **both) for index in (0, 1))
@@ -321,8 +325,7 @@ def test_a_triggered_backward_of_the_past_leaves_nothing_behind(
     """A process that had come back averaged the gradients of the next backward, in which its peers average none,
     and was taken for one that has left out an update, in each batch again."""
     options = {"triggered": True, "norm": False, "step_delay_s": 0.01}
-    with running(tmp_path / "plain", **options) as plain:
-        plain.wait(*plain.start_plain(), code=None)
+    plain = plain_run(tmp_path, **options)
     fewest = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(tmp_path / "ft", lighthouse, holds=["step-9"], **options) as run:
         zero, one = run.start(0, **fewest), run.start(1, **fewest)
@@ -343,8 +346,7 @@ def test_an_optimizer_that_is_evaluated_elsewhere_is_moved_once(
     """`optimizer.train()` and `eval()` of the past moved the healed weights to and fro, whose last bits were no longer
     the peers': the process discarded its state in the next step."""
     options = {"moves": True, "norm": False, "epochs": 4, "step_delay_s": 0.01}
-    with running(tmp_path / "plain", **options) as plain:
-        plain.wait(*plain.start_plain(), code=None)
+    plain = plain_run(tmp_path, **options)
     fewest = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(tmp_path / "ft", lighthouse, holds=holds, **options) as run:
         zero, one = run.start(0, **fewest), run.start(1, **fewest)
@@ -360,8 +362,7 @@ def test_weights_that_the_past_has_written_over_heal_anew(tmp_path: Path, lighth
     """`model.load_state_dict` in the past: the peers' weights were received in place, so they were gone. The first
     gradient of a process that came back was one of the old weights, and all trained on it."""
     options = {"restores": True, "norm": False, "epochs": 3, "step_delay_s": 0.01}
-    with running(tmp_path / "plain", **options) as plain:
-        plain.wait(*plain.start_plain(), code=None)
+    plain = plain_run(tmp_path, **options)
     fewest = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(tmp_path / "ft", lighthouse, holds=["step-25"], **options) as run:
         zero, one = run.start(0, **fewest), run.start(1, **fewest)
@@ -394,8 +395,7 @@ def test_an_evaluation_over_a_stream_counts_each_sample_once(
 ) -> None:
     """What fills up its last batch is left out, as in plain Accelerate, where one process reads for all."""
     options = {"streams": True, "evaluated": 50, "epochs": 1, "data": {"split_batches": split}}
-    with running(tmp_path / "plain", **options) as plain:
-        plain.wait(*plain.start_plain(), code=None)
+    plain = plain_run(tmp_path, **options)
     with running(tmp_path / "ft", lighthouse, **options) as run:
         run.wait(*(run.start(index) for index in (0, 1)))
     (expected,) = plain.evaluations(0)
@@ -410,8 +410,7 @@ def test_batches_of_a_step_that_waits_count_once(
     """Its peer comes back when the gradients are to be averaged: schedulers and registered objects have the step's
     batches in them by then, and the one that comes back uses these batches, too."""
     options = {"each_batch": True, "accumulate": accumulate, "norm": False, "epochs": 3}
-    with running(tmp_path / "plain", **options) as plain:
-        plain.wait(*plain.start_plain(), code=None)
+    plain = plain_run(tmp_path, **options)
     fewest = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(tmp_path / "ft", lighthouse, holds=["step-9"], **options) as run:
         zero, one = run.start(0, **fewest), run.start(1, **fewest)
