@@ -27,9 +27,11 @@ os.environ[ENV_WARM] = "0"
 # Our kernels are interpreted where no GPU can run them. Triton reads it when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# In a shell's background it is ignored, and what tests start would ignore it, too.
+# In a shell's background, and under nohup, one is ignored; what tests start would ignore it, too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class FailuresAtOnce:

@@ -6,7 +6,6 @@ import copy
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -37,7 +36,7 @@ from ft_core.errors import QuorumUnavailable
 from ft_core.launch.rank_group import free_port
 from ft_core.process_group import ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
 from lighthouse.errors import LighthouseUnavailable
-from tests.architecture.source import REPO
+from tests.harness import workers
 from tests.harness.cluster import lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S
 
@@ -108,20 +107,11 @@ def test_a_script_with_torchfts_imports_trains(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").write_text("number = 7\n")
     with lighthouse() as server:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "ft_core.compat.torchft",
-                str(tmp_path / "train.py"),
-                "--epochs",
-            ],
-            env={**os.environ, "PYTHONPATH": str(REPO), "TORCHFT_LIGHTHOUSE": server.address()},
+        done = workers.run(
+            "torch",
+            ["-m", "ft_core.compat.torchft", str(tmp_path / "train.py"), "--epochs"],
+            env={**os.environ, "TORCHFT_LIGHTHOUSE": server.address()},
             cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
         )
     assert "trained 7 ['--epochs'] __main__" in done.stdout, done.stderr
 
@@ -356,14 +346,7 @@ def test_a_mesh_whose_replicate_dimension_is_the_quorum() -> None:
         made.shutdown()
 
     def sharded(address: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", SHARDED, address],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-            cwd=REPO,
-        )
+        return workers.run("torch", ["-c", SHARDED, address], env=os.environ)
 
     with lighthouse(all_join=True) as server:
         address = server.address()

@@ -41,10 +41,16 @@ class Run:
         self.waited: list[Process] = []  # and ended as they should
 
     def launch(
-        self, arguments: Sequence[str], env: Mapping[str, str], *, without: tuple[str, ...]
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        without: tuple[str, ...],
+        supervises: bool = True,
     ) -> Process:
         """Start Python with `arguments` in an environment that has `env`, and nothing whose name
-        begins as `without` says; as a fork, if it is to run a script or a module."""
+        begins as `without` says; as a fork, if it is to run a script or a module. `supervises`: see
+        `workers.start`."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(without)}
         # See tests/conftest.py; and a busy machine may let ZeroMQ's threads wait for a second.
         known = {ENV_WARM: "0", ENV_HEARTBEAT: "1"}
@@ -57,7 +63,12 @@ class Run:
                 process = subprocess.Popen([sys.executable, *arguments], env=env, **streams)
             else:
                 process = workers.start(
-                    self.framework, arguments, env=env, cwd=Path.cwd(), **streams
+                    self.framework,
+                    arguments,
+                    env=env,
+                    cwd=Path.cwd(),
+                    supervises=supervises,
+                    **streams,
                 )
         self.processes.append(process)
         return process

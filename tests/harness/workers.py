@@ -50,15 +50,29 @@ FRAMEWORKS = {
         "ft_core.ddp",
         "ft_core.diloco.diloco",
         "ft_core.collectives.sharded",
+        "ft_core.optimizer",
+        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.run",
         "torch.distributed.tensor.parallel",
+        "torch.utils.serialization",
+        "torchdata.stateful_dataloader",
         "torchmetrics",
         "sklearn.datasets",
+        "encodings.idna",  # by the first connection to a host with a name
     ),
-    "lightning": ("lightning.pytorch", "lightning.fabric", "ft_lightning.fabric"),
-    "accelerate": ("accelerate", "ft_accelerate.install"),
+    "lightning": (
+        "lightning.pytorch",
+        "lightning.fabric",
+        "ft_lightning.pytorch",
+        "ft_lightning.fabric_lightning",
+        "omegaconf",
+    ),
+    "accelerate": ("accelerate.commands.launch", "datasets", "ft_accelerate.install"),
     "transformers": ("transformers.trainer", "trl", "ft_accelerate.install"),
 }
-"""What a server has imported, the others on top of torch's. None of it starts a thread or reads what
+"""What a server has imported, the others on top of torch's: also what a worker would import when it first
+uses it, which took most of the time of a short one. None of it starts a thread or reads what
 a test puts into the environment. torch's has what takes long of all of them: a test of how a framework
 is imported, and what that does, forks there."""
 NOT_INHERITED = ("FT_", "TORCHFT_", "ACCELERATE_", "PL_", "LT_", "REPLICA_", "NUM_REPLICA")
@@ -70,6 +84,8 @@ SETTINGS = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 """Environment of the servers: no import may start a thread."""
+PLACES = ("RANK", "REPLICA_GROUP_ID", "ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID")
+"""Variables by which a launcher tells a process its place."""
 MODES = (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_WRONLY | os.O_APPEND)
 """Of standard streams, which are opened anew: each process has a position of its own."""
 PR_SET_NAME = 15
@@ -95,11 +111,13 @@ def start(
     stdin: int | None = None,
     stdout: IO[bytes] | int | None = None,
     stderr: IO[bytes] | int | None = None,
+    supervises: bool = True,
 ) -> Worker:
     """Start `command` (a script, `-m` and a module or `-c` and a text, and arguments) where
     `framework` is imported.
 
-    `env` is its whole environment. Standard streams are given as to subprocess.Popen.
+    `env` is its whole environment. Standard streams are given as to subprocess.Popen. `supervises`: it
+    may start Python, which shall be a fork, too; to be ready for it takes a tenth of a second of a core.
     """
     with _starting:
         if "torch" not in _servers:
@@ -107,7 +125,7 @@ def start(
         if framework not in _servers:
             _servers[framework] = Server(FRAMEWORKS[framework], fork_of=_servers["torch"])
         server = _servers[framework]
-    return Worker(server, command, env, cwd, stdin, stdout, stderr)
+    return Worker(server, command, env, cwd, stdin, stdout, stderr, supervises=supervises)
 
 
 def run(
@@ -142,6 +160,8 @@ class Worker:
         stdin: int | None,
         stdout: IO[bytes] | int | None,
         stderr: IO[bytes] | int | None,
+        *,
+        supervises: bool = False,
     ) -> None:
         self.args = list(command)
         self.returncode: int | None = None
@@ -171,6 +191,7 @@ class Worker:
             adopted=False,
             session=True,
             process_group=None,
+            supervises=supervises,
         )
         for end in theirs:
             os.close(end)
@@ -341,10 +362,11 @@ def become(request: Mapping[str, Any]) -> None:
         os.setsid()
     elif request["process_group"] is not None:
         os.setpgid(0, request["process_group"])
-    again = _fork_children()
-    if again is not None:
-        become(again)
-        return
+    if request["supervises"]:
+        again = _fork_children()
+        if again is not None:
+            become(again)
+            return
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -421,15 +443,18 @@ class _Children:
     def _fork(self, popen: Any, given: Mapping[str, Any]) -> None:
         names = (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2))
         streams = [(number, given[name]) for name, number in names if given[name] != -1]
+        argv, env = _arguments(given["args"]), os.environ if given["env"] is None else given["env"]
+        launches = argv[0] == "-m" and argv[1] != "ft_accelerate.run"
         request = {
-            "argv": _arguments(given["args"]),
-            "env": dict(os.environ if given["env"] is None else given["env"]),
+            "argv": argv,
+            "env": dict(env),
             "cwd": os.fsdecode(given["cwd"] or os.getcwd()),
             "streams": [*streams, *((number, number) for number in given["pass_fds"])],
             "of": os.getpid(),
             "adopted": True,
             "session": given["start_new_session"],
             "process_group": None if given["process_group"] == -1 else given["process_group"],
+            "supervises": launches or env.keys().isdisjoint(PLACES),
         }
         with self._lock:
             self._requests.write(json.dumps(request).encode() + b"\n")

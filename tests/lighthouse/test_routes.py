@@ -88,7 +88,7 @@ def test_a_ghost_on_another_peers_descriptor_is_found_by_answering_it() -> None:
     assert not routes.lost
 
 
-@settings(max_examples=1_000)
+@settings(max_examples=300)
 @given(st.data())
 def test_the_living_are_kept_and_the_dead_are_found(data: st.DataObject) -> None:
     """Peers connect (each with a lowest free descriptor, as the kernel does), speak, reconnect and

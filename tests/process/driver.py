@@ -40,6 +40,7 @@ class Worker:
             env=os.environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            supervises=False,
         )
         self.reports: list[Report] = []
         self.name = options["name"]

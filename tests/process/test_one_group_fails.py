@@ -122,10 +122,7 @@ def test_sigterm_is_a_leave_that_costs_nothing(
 
 def test_two_of_three_are_killed_at_once(job: Job) -> None:
     first, second, third = job.start_all(3)
-    for victim in (second, third):
-        victim.hold("forward")
-    for victim in (second, third):
-        victim.await_at("forward")
+    align(second, third)
     first.mark()
     second.send_signal(signal.SIGKILL)
     third.send_signal(signal.SIGKILL)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from ft_core.process_group.work import AbortDump
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.workers import run
 
 SCRIPT = """
     import threading
@@ -48,8 +46,7 @@ SCRIPT = """
 def test_stacks_and_the_flight_recorder_of_an_aborted_collective(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "when needed"
     env = os.environ | {"FT_ABORT_DUMPS": str(folder), "TORCH_FR_BUFFER_SIZE": "100"}
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    done = subprocess.run(command, env=env, timeout=PATIENCE_S, capture_output=True, text=True)
+    done = run("torch", ["-c", textwrap.dedent(SCRIPT)], env=env)
     assert "a member was lost" in done.stdout, done.stderr
     text, record = folder.glob("*.txt"), folder.glob("*.fr")
     said = next(text).read_text()
@@ -63,10 +60,7 @@ def test_stacks_and_the_flight_recorder_of_an_aborted_collective(tmp_path: Path)
 def test_without_the_variable_nothing_is_written(tmp_path: Path) -> None:
     env = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
     env.pop("FT_ABORT_DUMPS", None)
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, timeout=PATIENCE_S, capture_output=True, text=True
-    )
+    done = run("torch", ["-c", textwrap.dedent(SCRIPT)], env=env, cwd=tmp_path)
     assert "a member was lost" in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -28,6 +26,7 @@ from ft_core.process_group.torch_versions import nccl2_available
 from ft_core.replica.status import Participation
 from ft_core.step import Step
 from tests.ft_core.process_group.members import Calls, configure
+from tests.harness import workers
 from tests.harness.nccl_double import DoubleDevice, Wires, capture
 from tests.harness.waiting import PATIENCE_S, until
 
@@ -467,5 +466,5 @@ def test_torch_takes_the_arguments_that_its_nccl2_is_given() -> None:
         "print(made.supports_reconfigure, flush=True)\n"
         "os._exit(0)"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = workers.run("torch", ["-c", script], env=os.environ)
     assert ended.stdout == "True\n", ended.stderr

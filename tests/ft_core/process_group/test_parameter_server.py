@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import http.client
 import logging
-import signal
+import os
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from ft_core.launch.rank_group import free_port
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
 from ft_core.process_group.parameter_server import ParameterServer
 from lighthouse.config import MOST_STRANGERS
+from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,13 +95,15 @@ def test_a_client_that_is_killed_costs_its_session_only(server: Sums) -> None:
         print(add(pg, 1.0), flush=True)
         time.sleep(600)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as client:
+    command = ["-c", textwrap.dedent(script)]
+    client = workers.start("torch", command, env=os.environ, stdout=subprocess.PIPE)
+    try:
         assert client.stdout is not None
-        assert client.stdout.readline() == "[1.0, 1.0]\n"
+        assert client.stdout.readline() == b"[1.0, 1.0]\n"
         pg = Sums.new_session(server.address())
         assert add(pg, 1.0) == [2.0] * 2
-        client.send_signal(signal.SIGKILL)
+    finally:
+        client.end()
     until(lambda: server.ended == 1, "the dead client's session to end")
     assert add(pg, 1.0) == [3.0] * 2
     pg.shutdown()

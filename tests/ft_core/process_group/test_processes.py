@@ -25,7 +25,7 @@ from tests.ft_core.process_group.members import (
     sums,
 )
 from tests.harness.waiting import PATIENCE_S
-from tests.harness.workers import start
+from tests.harness.workers import run, start
 
 pytestmark = pytest.mark.process
 
@@ -154,13 +154,7 @@ def test_a_group_may_be_dropped_where_its_backend_still_ends_a_collective(
     native: bool | None,
 ) -> None:
     """A backend that is destroyed by a thread of its own ends the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", DROPPED % native],
-        cwd=ROOT,
-        timeout=PATIENCE_S,
-        capture_output=True,
-        text=True,
-    )
+    done = run("torch", ["-c", DROPPED % native], env=os.environ)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from ft_core.environment import ENV_HEARTBEAT
 from ft_core.telemetry import HEAL_DONE
 from lighthouse import LighthouseServer
 from lighthouse.errors import JoinRefused
@@ -96,7 +97,7 @@ class Groups:
     def join(self) -> list[Any]:
         for thread in self.threads.values():
             thread.join(PATIENCE_S)
-            assert not thread.is_alive()
+            assert not thread.is_alive(), f"the others have ended: {self.results}"
         return [self.results[index] for index in range(self.count)]
 
     def join_again(self, ready: threading.Event, body: Callable[[Any, int], Any]) -> list[Any]:
@@ -119,6 +120,8 @@ def server() -> Iterator[LighthouseServer]:
 def two(server: LighthouseServer, monkeypatch: pytest.MonkeyPatch) -> Groups:
     # Lightning sets it when it looks for devices, for good.
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # The fork of a loader's worker stops a process of this size for longer than the default, under load.
+    monkeypatch.setenv(ENV_HEARTBEAT, "1")
     return Groups(server.address(), 2)
 
 

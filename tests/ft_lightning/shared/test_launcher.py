@@ -343,9 +343,11 @@ def test_the_script_is_run_again_as_it_was_started(tmp_path: Path, how: list[str
     script = """
 import os, sys
 import ft_lightning
+from ft_lightning.shared.registration import note_start
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+note_start()  # as the first import does, which a fork has behind it
 given, folder = sys.argv[1:], os.getcwd()
 sys.argv = sys.argv[:1]
 os.chdir("elsewhere")
@@ -361,12 +363,7 @@ Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(Borin
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
     env["PYTHONPATH"] = str(ROOT)
     command = [*how, "--lr", "1 2"]
-    if "cProfile" in how:  # it runs before any framework is imported, so not in a fork
-        done = subprocess.run(
-            [sys.executable, *command], env=env, cwd=tmp_path, capture_output=True, text=True
-        )
-    else:
-        done = workers.run("lightning", command, env=env, cwd=tmp_path)
+    done = workers.run("lightning", command, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"['--lr', '1 2'] {tmp_path}"] * 2
 

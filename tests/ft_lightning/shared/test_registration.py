@@ -124,17 +124,11 @@ assert len(sys.meta_path) == len(path) + 1, "installed twice"
 
 # ---------------------------------------------------------------- without an import
 
-# Of the two forks each is the first to import its Lightning.
-EACH_ON_ITS_OWN = """
-import os, torch, torchmetrics
-for script in {scripts!r}:
-    if os.fork() == 0:
-        exec(script)
-        os._exit(0)
-    assert os.wait()[1] == 0
-"""
+# What `import torch` does last, which a fork has behind it.
 REGISTERED = """
-import sys
+import sys, torch
+sys.path.insert(0, {installed!r})
+torch._import_device_backends()
 assert not any(m.startswith(("lightning.", "lightning_fabric", "pytorch_lightning")) for m in sys.modules)
 import {trainer_module}, {fabric_module}
 from importlib import import_module
@@ -183,10 +177,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.process
-def test_four_registries_know_the_name_without_an_import(installed: Path) -> None:
-    scripts = [REGISTERED.format(**names) for names in NAMESPACES]
-    script = EACH_ON_ITS_OWN.format(scripts=scripts)
-    done = run("-c", script, PYTHONPATH=f"{ROOT}:{installed}")
+@pytest.mark.parametrize("names", NAMESPACES, ids=lambda names: names["trainer_module"])
+def test_four_registries_know_the_name_without_an_import(
+    installed: Path, names: dict[str, str]
+) -> None:
+    script = REGISTERED.format(installed=str(installed), **names)
+    done = run("-c", script, cold=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -128,7 +128,7 @@ anything = st.one_of(
 def test_the_strategy_knows_every_kind_of_message() -> None:
     seen: set[type] = set()
 
-    @settings(max_examples=2_000, database=None)
+    @settings(max_examples=700, database=None)
     @given(anything)
     def collect(message: messages.Message) -> None:
         seen.add(type(message))
