@@ -84,8 +84,8 @@ SETTINGS = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 """Environment of the servers: no import may start a thread."""
-PLACES = ("RANK", "REPLICA_GROUP_ID", "ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID")
-"""Variables by which a launcher tells a process its place."""
+PLACES = ("REPLICA_GROUP_ID", "ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID")
+"""Variables by which our launchers tell a process its place: it starts no others."""
 MODES = (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_WRONLY | os.O_APPEND)
 """Of standard streams, which are opened anew: each process has a position of its own."""
 PR_SET_NAME = 15

@@ -121,7 +121,7 @@ def two(server: LighthouseServer, monkeypatch: pytest.MonkeyPatch) -> Groups:
     # Lightning sets it when it looks for devices, for good.
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # The fork of a loader's worker stops a process of this size for longer than the default, under load.
-    monkeypatch.setenv(ENV_HEARTBEAT, "1")
+    monkeypatch.setenv(ENV_HEARTBEAT, "0.5")
     return Groups(server.address(), 2)
 
 
