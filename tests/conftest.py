@@ -28,10 +28,9 @@ os.environ[ENV_WARM] = "0"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # In a shell's background, and under nohup, one is ignored; what tests start would ignore it, too.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 class FailuresAtOnce:

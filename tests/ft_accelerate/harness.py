@@ -69,8 +69,8 @@ class Run(runs.Run):
     def _start(self, env: dict[str, str], size: int = 1, launcher: Sequence[str] = ()) -> Process:
         command = [sys.executable, *launcher, str(self.script), json.dumps(self.options)]
         _, *arguments = group_command(command, size)
-        alone = size == 1 and not launcher
-        return self.launch(arguments, env, without=NOT_OURS, supervises=not alone)
+        supervises = size > 1 or bool(launcher)
+        return self.launch(arguments, env, without=NOT_OURS, supervises=supervises)
 
     def killed_and_back(
         self,

@@ -161,7 +161,7 @@ class Worker:
         stdout: IO[bytes] | int | None,
         stderr: IO[bytes] | int | None,
         *,
-        supervises: bool = False,
+        supervises: bool,
     ) -> None:
         self.args = list(command)
         self.returncode: int | None = None
@@ -258,7 +258,7 @@ class Server:
                 start_new_session=True,  # Ctrl-C is for pytest, at whose end this one ends
             )
         else:
-            self._process = Worker(fork_of, command, env, ROOT, pipe, pipe, None)
+            self._process = Worker(fork_of, command, env, ROOT, pipe, pipe, None, supervises=False)
         self._lock = threading.Lock()
         fork_servers.add(self._process.pid)
 
@@ -444,7 +444,7 @@ class _Children:
         names = (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2))
         streams = [(number, given[name]) for name, number in names if given[name] != -1]
         argv, env = _arguments(given["args"]), os.environ if given["env"] is None else given["env"]
-        launches = argv[0] == "-m" and argv[1] != "ft_accelerate.run"
+        launches = argv[0] == "-m" and argv[1] != "ft_accelerate.run"  # which is the script
         request = {
             "argv": argv,
             "env": dict(env),

@@ -122,7 +122,12 @@ def test_sigterm_is_a_leave_that_costs_nothing(
 
 def test_two_of_three_are_killed_at_once(job: Job) -> None:
     first, second, third = job.start_all(3)
-    align(second, third)
+    align(second, third)  # held in unlike steps, they would wait for each other
+    for victim in (second, third):
+        victim.hold("forward")
+        victim.go()
+    for victim in (second, third):
+        victim.await_at("forward")
     first.mark()
     second.send_signal(signal.SIGKILL)
     third.send_signal(signal.SIGKILL)

@@ -44,6 +44,7 @@ MEASURED = {
 """How fast a busy machine is is not these tests' business: only that it was measured."""
 SHARDED = "numbers: fully_shard"
 APART = ("sanitizer", SHARDED)
+NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
@@ -235,9 +236,6 @@ def test_nothing_else_needs_to_be_carried() -> None:
         [sys.executable, "-c", program], env=NO_GPU, capture_output=True, text=True
     )
     assert "CUDA device" in ended.stdout, ended.stderr
-
-
-NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def without(names: Sequence[str]) -> str:
