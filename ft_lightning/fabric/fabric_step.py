@@ -15,6 +15,7 @@ begins at the forward.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import weakref
@@ -48,6 +49,11 @@ log = logging.getLogger("ft_lightning")
 UNFREEZE = "Set the model up with all of them trainable (and find_unused_parameters=True), and freeze them after that"
 SET_UP = "Set their model up, too, when it has all its parameters: fabric.setup(model, optimizer)"
 
+PAST = (
+    "this replica group came back {}: its script runs through its past, with one batch of each loader in a pass. What it "
+    "prints there is of no account; it saves and logs nothing. With `for epoch in fabric.strategy.epochs(total)` in place of "
+    "`for epoch in range(total)` it goes to its peers at once"
+)
 LEFT_OUT = (
     "this replica group came back between two backward passes of one optimizer step, and can't know what its "
     "peers have averaged in the first: call fabric.backward(loss) in place of loss.backward()"
@@ -109,6 +115,10 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._reducer: RetryableReducer | None = None
         self._kept: list[Tensor] | None = None
         """Buffers to put back when this pass of the loop has left out what it must."""
+        self._counts_passes = self._past = False
+        """The loop counts its passes over the data itself; it is in one that its peers have ended."""
+        self._registered_before: dict[str, Any] | None = None
+        """What was registered, to put back when the past is over."""
 
     # ------------------------------------------------------------------ begin
 
@@ -150,6 +160,9 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._forget_gradients()
             self._put_back()
             self._numbers.put_back()
+        if self._registered_before is not None:
+            self._put_registered(self._registered_before)
+            self._registered_before = None
         if window.void and not self._abandoned():
             self._go_to_window()
         else:
@@ -159,6 +172,10 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._numbers.mark()
         if not self._open:
             self._attempt(Where.BOUNDARY)
+        place = self._fetching if by_loader and self._counts_passes else None
+        if place is not None and place.is_over:
+            self._begin_past(place)
+            return
         self._votes, self._strays = 0, ""
         self._before = self._places()
         self._numbers.mark()
@@ -168,6 +185,34 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._kept = None if window.arrived else self._copies()
         for model in self._wrapped:
             model.forget_forward()
+
+    def _begin_past(self, place: LoaderPlace) -> None:
+        """Leave the quorum until the loop has come to its peers' pass over the data. What this process has healed
+        is as new as any if all others die meanwhile."""
+        assert self._manager is not None
+        behind = f"in pass {place.turn} over its data, and its peers are in pass {place.epoch}"
+        log.warning(PAST.format(behind))
+        self._open, self._past = False, True
+        self._manager.rejoin(behind, discard_state=False)
+        self._leader = self._group_leads = False
+        self._show_lead()
+        self._break_off()
+        self._registered_before = copy.deepcopy(self._registered_now())
+
+    def _in_past(self, place: LoaderPlace) -> bool:
+        """Whether the iteration of `place` that has begun is of the loop's past, which ends here if it has come to
+        its peers' pass."""
+        if self._past:
+            self._end_if_told(False)
+            self._past = place is not self.progress.lead or place.is_over
+        return self._past
+
+    def _registered_now(self) -> dict[str, Any]:
+        """The states of what the script has registered."""
+        raise NotImplementedError
+
+    def _put_registered(self, states: dict[str, Any]) -> None:
+        raise NotImplementedError
 
     def _abandoned(self) -> bool:
         """Whether the loop began a new epoch instead of going on at the peers' place."""

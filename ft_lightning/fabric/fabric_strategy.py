@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import partial
@@ -21,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ft_core.collectives.retry import RetryableReducer
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.environment import SHARED_JOB
 from ft_core.heal import digest
 from ft_core.launch import board
+from ft_core.launch.ending import end_at_once
 from ft_core.launch.supervisor import say
 from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
@@ -44,6 +48,12 @@ from ft_lightning.trainer.saves import copied, write_whole
 from lighthouse.files import machine_file, replace_whole
 
 log = logging.getLogger("ft_lightning")
+
+ENDED_IN_PAST = (
+    "this process came back, and its script has ended before it came to the pass over the data in which its peers are: "
+    "a loop that resumes from a checkpoint must save and load fabric.strategy.progress with it, or be written as "
+    "`for epoch in fabric.strategy.epochs(total)`"
+)
 
 
 class FabricSavesMixin(FabricLoggersMixin):
@@ -249,6 +259,8 @@ class FTFabricMixin(FabricSavesMixin):
         """
         self._asks_number = True
         lead = self.progress.lead
+        if self._past:
+            return 0
         if lead is None or lead.at_hand < 0:
             raise RuntimeError(
                 "strategy.batch_idx is the number of a batch: read it within a loop over training data "
@@ -267,7 +279,7 @@ class FTFabricMixin(FabricSavesMixin):
         if self._started or name in self._registered:
             why = "the first batch was fetched already" if self._started else "the name is taken"
             raise ValueError(f"strategy.register({name!r}) comes too late or twice: {why}")
-        if isinstance(state, torch.optim.lr_scheduler.LRScheduler):
+        if isinstance(state, LRScheduler):
             self._gate(state)
         self._registered[name] = state
 
@@ -285,6 +297,9 @@ class FTFabricMixin(FabricSavesMixin):
     def _at_exit(self) -> None:
         """The script has ended: at the end of its data, or by an error or a signal?"""
         failed, lead = hasattr(sys, "last_value") or self._sigterm.noted, self.progress.lead
+        if self._past and not failed:
+            self.leave()
+            end_at_once("ft_lightning", ENDED_IN_PAST, 1)
         if lead is not None and lead.exhausted and not failed:
             self._finished = True
         self.leave()
@@ -384,7 +399,13 @@ class FTFabricMixin(FabricSavesMixin):
         set_epoch = self._from("fabric.utilities.data")._set_sampler_epoch
         place.placeable = is_placeable(loader)
         place.sampler = sharding_sampler(loader, self.distributed_sampler_kwargs["num_replicas"])
-        follow(loader, place, boundary=partial(self._before_batch, place), set_epoch=set_epoch)
+        follow(
+            loader,
+            place,
+            boundary=partial(self._before_batch, place),
+            in_past=partial(self._in_past, place),
+            set_epoch=set_epoch,
+        )
         return loader
 
     def _ensure_manager(self) -> Manager:
@@ -403,8 +424,12 @@ class FTFabricMixin(FabricSavesMixin):
         assert self._manager is not None
         self._say_if_newer()
         self._refuse_if_over()
+        self._find_schedulers()
         self._started = True
+        for place in self.progress.places:
+            place.begin_counting()
         if self._votes_each_step:
+            self._counts_passes = not self._asks_where
             self._manager.preallocate_state(*self._optimizers)
             self._began = self.progress.step, self._passes(), len(self._optimizers)
             self._manager.state.whole = self._can_be_kept
@@ -422,6 +447,22 @@ class FTFabricMixin(FabricSavesMixin):
 
         atexit.register(leave)
         self._sigterm.watch()
+
+    def _find_schedulers(self) -> None:
+        """Register the schedulers that the script has not: nothing but them says how far they are. Not two of one
+        class and optimizer, which could be taken for each other."""
+        made = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
+        inner = [part for each in made for part in getattr(each, "_schedulers", ())]
+        known = {id(each) for each in (*inner, *self._schedulers, *self._registered.values())}
+        numbers = {id(_first_parameter(each)): n for n, each in enumerate(self._optimizers)}
+        found = defaultdict(list)
+        for each in made:
+            number = numbers.get(id(_first_parameter(each.optimizer)))
+            if number is not None and id(each) not in known:
+                found[f"{type(each).__name__} of optimizer {number}"].append(each)
+        for name, those in found.items():
+            if len(those) == 1:
+                self.register(name, those[0])
 
     def _name_of_start(self) -> str:
         state = {**self._tensors_to_heal(), "step": self.progress.step}
@@ -468,11 +509,22 @@ class FTFabricMixin(FabricSavesMixin):
                 "places": [[*place[:3]] for place in places],
                 "states": [travelling(place[3]) for place in places],
             },
-            "registered": {
-                name: dict(thing) if isinstance(thing, dict) else thing.state_dict()
-                for name, thing in self._registered.items()
-            },
+            "registered": self._registered_now(),
         }
+
+    def _registered_now(self) -> dict[str, Any]:
+        return {
+            name: dict(thing) if isinstance(thing, dict) else thing.state_dict()
+            for name, thing in self._registered.items()
+        }
+
+    def _put_registered(self, states: dict[str, Any]) -> None:
+        for name, thing in self._registered.items():
+            if isinstance(thing, dict):
+                thing.clear()
+                thing.update(states[name])
+            else:
+                thing.load_state_dict(states[name])
 
     def _gradients(self) -> dict[str, Any]:
         if not self._votes_each_step:  # parameters are averaged
@@ -519,18 +571,13 @@ class FTFabricMixin(FabricSavesMixin):
         if place is not None and not self._went_on:
             self._joined = place.epoch, state["uncounted"]
         self._went_on = False
-        for name, thing in self._registered.items():
-            if isinstance(thing, dict):
-                thing.clear()
-                thing.update(state["registered"][name])
-            else:
-                thing.load_state_dict(state["registered"][name])
+        self._put_registered(state["registered"])
 
     def refuse_own_count(self) -> None:
         """Gradients are about to be accumulated. Raises RuntimeError if the script decides that by a count
         of its own, which is not its peers' since this group came back."""
         lead = self.progress.lead
-        if self._joined is None or lead is None or self._asks_number:
+        if self._joined is None or lead is None or self._asks_number or self._past:
             return
         epoch, uncounted = self._joined
         if lead.epoch != epoch or lead.uncounted == uncounted:
@@ -576,7 +623,7 @@ class FTFabricMixin(FabricSavesMixin):
                 "of them to fabric.setup or fabric.setup_optimizers before the first batch"
             )
         places, lead = state["progress"]["places"], state["lead"]
-        if lead >= 0 and not self._asks_where:
+        if lead >= 0 and not (self._asks_where or self._votes_each_step):
             mine, its = passes[lead], places[lead][0]
             if mine != its:
                 return (
@@ -596,7 +643,7 @@ class FTFabricMixin(FabricSavesMixin):
             if scheduled and id(_first_parameter(each)) not in healed:
                 return (
                     "this process came back, and its learning rate scheduler does not know how far its "
-                    "peers' are: give it to fabric.setup(model, optimizer, scheduler=scheduler), or to "
+                    "peers' are: make it before the first batch, one of a class for an optimizer, or give it to fabric.setup(model, optimizer, scheduler=scheduler), or to "
                     'fabric.strategy.register("scheduler", scheduler)'
                 )
         return ""

@@ -18,6 +18,10 @@ of a window starts with the window's first batch, and leaves out what its peers 
 
 A window is void after this group has healed inside it: what the loop holds belongs to another
 place.
+
+A loop over `range` counts its own passes over the data. One that comes back, and has peers in a later pass,
+runs through its *past*: outside of the quorum, in a void window, each loader shows it one batch in place of a pass.
+It joins again, and heals, where its count is its peers'. `strategy.epochs` goes there at once.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ class LoaderPlace:
         known: what gives the batches, held weakly.
         processes: among how many its data is divided.
         epoch: how often the loader was iterated before, which samplers are seeded with.
+        turn: the same by the loop's own count, which no heal changes.
         batch: how many batches of this epoch were given out.
         given: how many batches the iteration under way has given to its loop: what `enumerate` counts.
         at_hand: the number of the last one in its epoch, also after a heal to another place; -1: none.
@@ -70,11 +75,13 @@ class LoaderPlace:
         origin: how the batches of an epoch are numbered that was resumed with other batches.
         draws: the orders of its sampler, if that has a generator of its own.
         stream: the state with which the next iteration of a stream begins; None: it begins as it would.
+        shown: the batch that a loop in its past is shown, if it was read.
     """
 
     known: weakref.ref[Any] | None = None
     processes: int = 1
     epoch: int = -1
+    turn: int = -1
     batch: int = 0
     given: int = 0
     at_hand: int = -1
@@ -87,6 +94,7 @@ class LoaderPlace:
     origin: Origin = field(default_factory=Origin)
     draws: Draws = field(default_factory=lambda: Draws(None))
     stream: Any = None
+    shown: tuple[Any, ...] | None = None
 
     @classmethod
     def of(cls, loader: Any, processes: int = 1) -> LoaderPlace:
@@ -96,7 +104,7 @@ class LoaderPlace:
         return place
 
     def _dropped(self, _: object) -> None:
-        self.known = self.sampler = self.stream = None
+        self.known = self.sampler = self.stream = self.shown = None
         self.draws = Draws(None)
 
     @property
@@ -109,18 +117,27 @@ class LoaderPlace:
         """By how much the loop's own count of this epoch's batches is too small."""
         return self.batch - self.given
 
+    @property
+    def is_over(self) -> bool:
+        """Whether peers have ended the iteration that the loop has begun, by its own count."""
+        return self.turn < self.epoch + (not (self.active or self.resumed))
+
+    def begin_counting(self) -> None:
+        """The training begins here, where a checkpoint may have brought the loop."""
+        self.turn = self.epoch - self.resumed
+
     def now(self) -> Place:
         """Where `go_to` brings another process's iteration."""
         stream = state_of(self.loader) if self.stream is None else self.stream
-        return self.epoch, self.batch, self.active, self.draws.state() or stream
+        under_way = self.active or self.resumed
+        return self.epoch, self.batch, under_way, self.draws.state() or stream
 
     def go_to(self, epoch: int, batch: int, active: bool, data: Any = None) -> None:
         """Go to the place of another process's (or an earlier) iteration. `data`: its draws, or its state of the
         data, if those are a stream that has one."""
+        self.resumed = active
         if self.active:
             self.moved = self.moved or (epoch, batch) != (self.epoch, self.batch)
-        else:
-            self.resumed = active
         if self.moved or not self.active:
             if is_stream(self.loader):
                 self.stream = data
@@ -250,9 +267,11 @@ def follow(
     place: LoaderPlace,
     *,
     boundary: Callable[[], None],
+    in_past: Callable[[], bool],
     set_epoch: Callable[[Any, int], None],
 ) -> None:
-    """Make iterations of `loader` follow `place`; `boundary` is called before a batch is fetched.
+    """Make iterations of `loader` follow `place`; `boundary` is called before a batch is fetched. `in_past`: whether
+    the iteration that is under way shows one batch, and ends.
 
     Map-style data is placed by its sampler, which must give the same order for the same epoch. A stream is
     placed by its state. One that has none starts over, and the log says so.
@@ -265,7 +284,7 @@ def follow(
 
     def methods(cls: Any) -> dict[str, Any]:
         def __iter__(self: Any) -> Iterator[Any]:
-            return _batches(self, cls, place, self._ft_sampler, boundary, set_epoch)
+            return _batches(self, cls, place, self._ft_sampler, boundary, in_past, set_epoch)
 
         return {
             "__iter__": __iter__,
@@ -281,8 +300,14 @@ def _batches(
     place: LoaderPlace,
     sampler: _PlacedSampler | None,
     boundary: Callable[[], None],
+    in_past: Callable[[], bool],
     set_epoch: Callable[[Any, int], None],
 ) -> Iterator[Any]:
+    place.turn += 1
+    if in_past():
+        yield from _shown(loader, cls, place, sampler)
+        return
+    place.shown = None
     if place.resumed:
         place.resumed, place.moved = False, place.batch > 0
     else:
@@ -291,10 +316,15 @@ def _batches(
     place.active, place.exhausted, place.given = True, False, 0
     length = len(loader) if sampler is not None else None
     batches: Iterator[Any] | None = None
+    over = False
     try:
         while True:
             if length is None or place.batch < length:
                 boundary()
+                if over := in_past():
+                    batches = None
+                    yield from _shown(loader, cls, place, sampler)
+                    return
             if length is not None and place.batch >= length:
                 place.exhausted = True
                 return
@@ -320,7 +350,20 @@ def _batches(
             place.given += 1
             yield batch
     finally:
-        place.active = False
+        place.active, place.resumed = False, place.resumed and over
+
+
+def _shown(
+    loader: Any, cls: Any, place: LoaderPlace, sampler: _PlacedSampler | None
+) -> Iterator[Any]:
+    """One batch, if there is any, for a loop in its past. It does not move what the loader draws its orders from;
+    a stream goes to its peers' place afterwards."""
+    if place.shown is None:
+        with unchanged(), place.draws.unchanged():
+            if sampler is not None:
+                sampler.skip, sampler.chosen = 0, None
+            place.shown = tuple(islice(cls.__iter__(loader), 1))
+    yield from place.shown
 
 
 def _place_stream(loader: Any, place: LoaderPlace, name: str) -> None:

@@ -63,6 +63,19 @@ class Draws:
         if ended and not self._is_torchs:  # torch's is not only for this sampler
             self._generator.set_state(now)
 
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What is drawn here is of no order that counts."""
+        if self._generator is None:
+            yield
+            return
+        kept, now = (self._before, self._next), self._generator.get_state()
+        try:
+            yield
+        finally:
+            self._before, self._next = kept
+            self._generator.set_state(now)
+
     def begin(self) -> None:
         """An epoch begins, whose order is not drawn yet."""
         self._before = None

@@ -38,6 +38,7 @@ OPTIONS: dict[str, Any] = {
     "devices": 1,
     "num_nodes": 1,
     "epochs": 3,
+    "range": False,  # the loop counts its epochs itself
     "samples": 76,
     "batch_size": 4,
     "accumulate": 1,
@@ -130,7 +131,8 @@ class Worker:
 
     def train(self) -> None:
         total = self.options["epochs"]
-        for epoch in self.strategy.epochs(total) if self.ours else range(total):
+        follows = self.ours and not self.options["range"]
+        for epoch in self.strategy.epochs(total) if follows else range(total):
             self.net.train()
             window: list[float] = []
             for number, (images, labels) in enumerate(self.loader):

@@ -120,9 +120,11 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
     assert left > healed and mine[left]["kind"] == "commit"
 
 
-def test_random_numbers_are_those_without_faults(tmp_path: Path) -> None:
-    """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones."""
-    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "draws": True}
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_random_numbers_are_those_without_faults(by_itself: bool, tmp_path: Path) -> None:
+    """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones.
+    Also where the loop counts its epochs by itself, and runs through the first one again."""
+    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "draws": True, "range": by_itself}
     options["strategy_options"] = {"timeout_s": 20, "min_replicas": 2}
     with running(tmp_path / "whole", **options) as whole:
         whole.wait(whole.start())

@@ -515,12 +515,12 @@ def test_a_flipped_bit_is_named_and_healed(
 
 
 @pytest.mark.parametrize(
-    "lost", ["pass", "pass of DiLoCo", "scheduler", "optimizer", "optimizer of DiLoCo"]
+    "lost", ["pass of DiLoCo", "scheduler", "optimizer", "optimizer of DiLoCo"]
 )
 def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     two: Groups, server: LighthouseServer, lost: str
 ) -> None:
-    """As Lightning's pages write it: `for epoch in range`, and a scheduler that Fabric is not told of.
+    """A loop over `range` with outer steps, and two schedulers that can't be told apart.
 
     Group 1 leaves, and comes back where its peer is in another pass, or (with `epochs`) at another
     number of steps, or of optimizers: a script that makes another one for its second phase."""
@@ -531,6 +531,7 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     def body(fabric: Any, index: int) -> Any:
         model, optimizer = linear(fabric)
         scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        other = type(scheduler)(optimizer, 0.9) if lost == "scheduler" else None
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
         steps = 0
         for epoch in range(3) if "pass" in lost else fabric.strategy.epochs(3):
@@ -548,14 +549,66 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
                 if index == 1 and steps == 3:
                     return "left"
             scheduler.step()
-        return steps, scheduler.last_epoch
+        return steps, scheduler.last_epoch, other is None
 
     first, second = two.join_again(held, body)
-    assert first == (12, 3)
+    assert first == (12, 3, lost != "scheduler")
     assert isinstance(second, RuntimeError)
     wanted = {"pass": "fabric.strategy.epochs(total)", "scheduler": "scheduler=scheduler"}
     wanted["optimizer"] = "with 1 optimizers, and its peers have set up 2"
     assert wanted[lost.split()[0]] in str(second)
+
+
+def test_a_loop_over_range_runs_through_its_past(
+    two: Groups, server: LighthouseServer, tmp_path: Path
+) -> None:
+    """As Lightning's pages write it: `for epoch in range`, a validation, a file for each pass.
+
+    Group 1 leaves in its first pass, and comes back where its peer is within the third."""
+    held = threading.Event()
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        train = DataLoader(TensorDataset(torch.arange(16.0).reshape(-1, 1) / 16), 1, shuffle=True)
+        shown = DataLoader(TensorDataset(torch.ones(4, 1)), 1)
+        loader, val = fabric.setup_dataloaders(train, shown)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        count = {"passes": 0}
+        fabric.strategy.register("count", count)
+        read: dict[int, list[int]] = {}
+        losses = []
+        for epoch in range(5):
+            for (batch,) in loader:
+                if index == 0 and epoch == 2 and len(read.get(2, ())) == 3:
+                    held.set()
+                    two.wait_for_joiner(server, "1")
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if fabric.strategy.last_step_committed:
+                    read.setdefault(epoch, []).append(round(float(batch) * 16))
+                if index == 1 and not held.is_set() and len(read[0]) == 3:
+                    return "left"
+            model.eval()
+            with torch.no_grad():
+                loss = sum(model(batch).sum() for (batch,) in val) / len(val)
+            model.train()
+            losses.append(float(fabric.all_reduce(loss)))
+            scheduler.step()
+            count["passes"] += 1
+            fabric.save(tmp_path / f"{epoch}.ckpt", {"weight": loss, "count": dict(count)})
+        saved = [torch.load(tmp_path / f"{epoch}.ckpt") for epoch in range(5)]
+        rates = optimizer.param_groups[0]["lr"]
+        return read, losses, digest(model.state_dict()), rates, count, saved
+
+    first, second = two.join_again(held, body)
+    assert set(first[0]) == set(range(5)) and set(second[0]) >= {3, 4}
+    for epoch in (3, 4):
+        assert sorted(first[0][epoch] + second[0][epoch]) == list(range(16))
+    assert first[1][3:] == second[1][3:]
+    assert first[2:] == second[2:]
+    assert first[4] == {"passes": 5}
+    assert [each["count"]["passes"] for each in first[5]] == [1, 2, 3, 4, 5]
 
 
 def test_the_next_leader_logs_the_step_in_which_it_has_become_one(
