@@ -42,7 +42,12 @@ from ft_accelerate.runtime import (
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoints import named, save_again, save_whole
-from ft_accelerate.runtime.divided_data import index_sampler, read_counted
+from ft_accelerate.runtime.divided_data import (
+    divided_by_batches,
+    index_sampler,
+    read_counted,
+    whether_to_know_shards,
+)
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
@@ -257,13 +262,19 @@ def _prepare_model(
 def _prepare_data_loader(
     runtime: Runtime, original: Any, self: Any, data_loader: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if self.dispatch_batches:
+    config = self.dataloader_config
+    asked = config.dispatch_batches
+    if asked:
         raise ValueError(
             "dispatch_batches=True has one process read for all, which fault tolerance can't rely "
             "on: leave it out, so that each process reads its own batches"
         )
-    self.dataloader_config.dispatch_batches = False
-    made = original(self, data_loader, *args, **kwargs)
+    config.dispatch_batches = False
+    try:
+        with nullcontext() if asked is False else divided_by_batches():
+            made = original(self, data_loader, *args, **kwargs)
+    finally:
+        config.dispatch_batches = asked
     loaders.prepared(runtime, made)
     return made
 
@@ -551,6 +562,7 @@ SEAMS = (
             ),
             "accelerate.scheduler": (("AcceleratedScheduler.step", ("self",), unless_catching_up),),
             "accelerate.data_loader": (
+                ("is_datasets_available", (), around(whether_to_know_shards)),
                 ("DataLoaderShard.__iter__", ("self",), while_active(loaders.iterate)),
                 ("DataLoaderShard.begin", ("self",)),
                 ("DataLoaderShard.end", ("self",)),

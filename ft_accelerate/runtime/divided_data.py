@@ -14,7 +14,9 @@ spare reads a share, too, whose batches do not count. It takes over the share of
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -193,6 +195,28 @@ def read_as(loader: Any, index: int, num_processes: int) -> None:
         if isinstance(each, (BatchSamplerShard, IterableDatasetShard)):
             if each.num_processes == num_processes:
                 each.process_index = index
+
+
+# ------------------------------------------------------------------ streams of several shards
+
+_by_batches: ContextVar[bool] = ContextVar("_by_batches", default=False)
+
+
+@contextmanager
+def divided_by_batches() -> Iterator[None]:
+    """A loader is prepared that one process of plain Accelerate would read for all: of a stream of the library
+    `datasets` each process reads all, and keeps its batches. Else Accelerate gives it shards of its own, which may
+    be unequal: its passes would have other lengths than its peers', whose counts tell it where it comes back."""
+    token = _by_batches.set(True)
+    try:
+        yield
+    finally:
+        _by_batches.reset(token)
+
+
+def whether_to_know_shards(original: Callable[[], bool]) -> bool:
+    """`is_datasets_available`, which `prepare_data_loader` asks before it looks for shards."""
+    return not _by_batches.get() and original()
 
 
 # ------------------------------------------------------------------ the last batch of a stream

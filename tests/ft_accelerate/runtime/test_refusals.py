@@ -232,6 +232,26 @@ def test_reading_for_all_in_one_process_is_refused() -> None:
         mine.prepare(DataLoader([1, 2, 3]))
 
 
+@pytest.mark.parametrize(
+    ("settings", "read"),
+    [
+        ({}, [[0, 1], [4, 5], [8, 9], [12, 0]]),
+        ({"dispatch_batches": False}, [[0, 1], [2, 3], [4, 5], [6, 7], [8]]),
+    ],
+)
+def test_a_stream_of_several_shards_is_divided_as_in_plain_accelerate(
+    settings: dict[str, bool], read: list[list[int]]
+) -> None:
+    """By batches, as if one process read it for all. Shards may be unequal: then an evaluation ended with an error,
+    and a process that came back was where its peers are, and not where it had been."""
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": list(range(13))}).to_iterable_dataset(num_shards=3)
+    mine = accelerator(dataloader_config=DataLoaderConfiguration(**settings))
+    for _ in range(2):
+        loader = mine.prepare(DataLoader(stream, batch_size=2))
+        assert [batch["x"].tolist() for batch in loader.base_dataloader] == read
+
+
 def uneven(**settings: Any) -> tuple[Accelerator, Any, Any]:
     """Prepared: a model, and 3 batches for two processes, or (split) two processes' 8, 8 and 1."""
     mine = accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False, **settings))
