@@ -14,6 +14,7 @@ spare reads a share, too, whose batches do not count. It takes over the share of
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -156,11 +157,15 @@ def is_stateful(loader: Any) -> bool:
 
 
 def stateful_dataset(loader: Any) -> Any | None:
-    """Its dataset, if that is read in this process and keeps its place; None: it isn't, or doesn't."""
+    """Its dataset, if that is read in this process and keeps its place; None: it isn't, or doesn't. A stream of the
+    library `datasets` has a state, but each pass begins at its beginning, or at the state that was loaded last."""
     base = loader.base_dataloader
     dataset = base.dataset
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
+    library = sys.modules.get("datasets")
+    if library is not None and isinstance(dataset, library.IterableDataset):
+        return None
     both = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
     return dataset if both and not base.num_workers else None
 

@@ -55,3 +55,20 @@ def test_the_batch_that_a_past_shows_does_not_move_its_data(stateful: bool) -> N
     shown: Any = SimpleNamespace(_loader=loader, _generator=None)
     assert _Pass._first_batch(shown).tolist() == [2, 3]
     assert [batch.tolist() for batch in loader.base_dataloader] == [[2, 3], [6, 7]]
+
+
+def test_the_batches_that_a_past_shows_leave_a_stream_of_datasets_whole() -> None:
+    """Trainer prepares a loader for each evaluation: the next one began where the last past had read."""
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset()
+    for _ in range(3):
+        loader = prepare_data_loader(
+            DataLoader(stream, 2),
+            num_processes=2,
+            process_index=1,
+            put_on_device=False,
+            dispatch_batches=False,
+        )
+        shown: Any = SimpleNamespace(_loader=loader, _generator=None)
+        assert _Pass._first_batch(shown)["x"].tolist() == [2, 3]
+    assert [batch["x"].tolist() for batch in loader.base_dataloader] == [[2, 3], [6, 7]]
