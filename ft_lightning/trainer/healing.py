@@ -8,6 +8,7 @@ only difference is that the fit is running already.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -134,6 +135,7 @@ def restore(
             connector.restore_model()
             connector.restore_callbacks()
             _adopt_averages(trainer)
+            _restart_clocks(trainer)
             finetuning.adopt(trainer, state["trained"])
             connector.restore_training_state()
     finally:
@@ -214,3 +216,12 @@ def _adopt_averages(trainer: Any) -> None:
         averaged, loaded = (getattr(callback, n, None) for n in ("n_averaged", "_init_n_averaged"))
         if averaged is not None and loaded is not None:
             averaged.fill_(loaded)
+
+
+def _restart_clocks(trainer: Any) -> None:
+    """The time of a Timer (`max_time`) is that of its peers, and goes on from here: Lightning's adds what has passed
+    since the training began in this process."""
+    for callback in trainer.callbacks:
+        started = getattr(callback, "_start_time", None)
+        if isinstance(started, dict) and hasattr(callback, "_offset"):
+            started["train"] = time.monotonic()

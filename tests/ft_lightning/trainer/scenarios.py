@@ -40,6 +40,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.imports import RequirementCache
@@ -492,20 +493,27 @@ def plateau_by_step(place: Place) -> Result:
 
 
 def differing_rate(place: Place) -> Result:
-    """One replica's learning rate goes wrong: it is never stepped with."""
+    """One replica's learning rate goes wrong: it is never stepped with. That replica has trained for 1,000 s
+    by its own Timer."""
+    timer = Timer()
 
     class Changing(Net):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if place.rank == 1 and self.trainer.global_step == 4 and not self.votes:
                 self.votes = 1
                 self.trainer.optimizers[0].param_groups[0]["lr"] = 123.0
+                timer._start_time[RunningStage.TRAINING] = time.monotonic() - 1000
 
     trace = Trace()
-    trainer = place.trainer(trace)
+    trainer = place.trainer(trace, timer)
     module = Changing(place)
     fit(trainer, module)
     heals = module.events.count("heal_done")
-    return {**trace.result(trainer), "healed": heals == place.rank}
+    return {
+        **trace.result(trainer),
+        "healed": heals == place.rank,
+        "elapsed_s": timer.time_elapsed(),
+    }
 
 
 def leftovers(place: Place) -> Result:

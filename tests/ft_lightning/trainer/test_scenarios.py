@@ -211,6 +211,13 @@ def test_a_differing_learning_rate_is_never_trained_with(runs: Runs) -> None:
     assert max(other["lrs"]) == 0.01
 
 
+def test_a_timer_goes_on_from_the_time_of_its_peers(runs: Runs) -> None:
+    """Not from that and its own: `max_time` would be over too early in a group that heals where it is."""
+    for seen in both(runs, "differing_rate"):
+        assert seen["healed"]
+        assert seen["elapsed_s"] < 1000
+
+
 def test_a_fit_leaves_nothing_behind(runs: Runs) -> None:
     for found in both(runs, "leftovers"):
         assert found == {"Net": [[], 0, []], "Failing": [[], 0, []]}
