@@ -50,8 +50,8 @@ UNFREEZE = "Set the model up with all of them trainable (and find_unused_paramet
 SET_UP = "Set their model up, too, when it has all its parameters: fabric.setup(model, optimizer)"
 
 PAST = (
-    "this replica group came back {}: its script runs through its past, with one batch of each loader in a pass. What it "
-    "prints there is of no account; it saves and logs nothing. With `for epoch in fabric.strategy.epochs(total)` in place of "
+    "this process came back {}: its script runs through its past, with one batch of each loader in a pass. What it "
+    "prints there counts for nothing, and it saves and logs nothing. With `for epoch in fabric.strategy.epochs(total)` in place of "
     "`for epoch in range(total)` it goes to its peers at once"
 )
 LEFT_OUT = (

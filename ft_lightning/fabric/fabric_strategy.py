@@ -454,12 +454,13 @@ class FTFabricMixin(FabricSavesMixin):
         made = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
         inner = [part for each in made for part in getattr(each, "_schedulers", ())]
         known = {id(each) for each in (*inner, *self._schedulers, *self._registered.values())}
-        numbers = {id(_first_parameter(each)): n for n, each in enumerate(self._optimizers)}
         found = defaultdict(list)
-        for each in made:
-            number = numbers.get(id(_first_parameter(each.optimizer)))
-            if number is not None and id(each) not in known:
-                found[f"{type(each).__name__} of optimizer {number}"].append(each)
+        for number, optimizer in enumerate(self._optimizers):
+            for each in made:
+                its = getattr(each, "optimizer", None)  # that, or Fabric's wrapper of it
+                is_its = its is optimizer or getattr(its, "optimizer", None) is optimizer
+                if is_its and id(each) not in known:
+                    found[f"{type(each).__name__} of optimizer {number}"].append(each)
         for name, those in found.items():
             if len(those) == 1:
                 self.register(name, those[0])
@@ -643,7 +644,8 @@ class FTFabricMixin(FabricSavesMixin):
             if scheduled and id(_first_parameter(each)) not in healed:
                 return (
                     "this process came back, and its learning rate scheduler does not know how far its "
-                    "peers' are: make it before the first batch, one of a class for an optimizer, or give it to fabric.setup(model, optimizer, scheduler=scheduler), or to "
+                    "peers' are: make it before the first batch, and give it to "
+                    "fabric.setup(model, optimizer, scheduler=scheduler), or to "
                     'fabric.strategy.register("scheduler", scheduler)'
                 )
         return ""
