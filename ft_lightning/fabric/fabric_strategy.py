@@ -563,7 +563,7 @@ class FTFabricMixin(FabricSavesMixin):
             for mine, its in zip(getattr(self, f"_{name}"), state[name], strict=True):
                 mine.load_state_dict(its)
         self.precision.load_state_dict(state["precision"])
-        self.progress.load_state_dict(state["progress"])
+        self.progress.take(state["progress"])
         self._numbers.take(state["numbers"])
         lead = state["lead"]
         place = self.progress.lead = self.progress.places[lead] if lead >= 0 else None
@@ -624,6 +624,12 @@ class FTFabricMixin(FabricSavesMixin):
                 "of them to fabric.setup or fabric.setup_optimizers before the first batch"
             )
         places, lead = state["progress"]["places"], state["lead"]
+        if lead >= len(passes):
+            return (
+                f"this process came back with {len(passes)} data loaders, and its peers train on one that they have set "
+                f"up after those: one that is set up after the first batch has no place to come back to. Give all "
+                "training data to fabric.setup_dataloaders before the first batch"
+            )
         if lead >= 0 and not (self._asks_where or self._votes_each_step):
             mine, its = passes[lead], places[lead][0]
             if mine != its:

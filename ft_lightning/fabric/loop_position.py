@@ -53,6 +53,10 @@ Place = tuple[int, int, bool, Any]
 """Of an iteration: its epoch and batch, whether it is under way, and the state of its draws, or of a stream."""
 
 
+OF_EACH_PLACE = ("places", "data", "states")
+"""In `Progress.state_dict`: lists with an item for each loader."""
+
+
 @dataclass(slots=True, eq=False)
 class LoaderPlace:
     """The place of one loader. Of one that the script has dropped (it may make one for each epoch), only
@@ -210,6 +214,12 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
             "data": [p.read_so_far() for p in self.places],
             "states": [p.now()[3] for p in self.places],
         }
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Go to the place of a peer, which may have set up more loaders since its first batch: for each validation,
+        say. Those begin as the script sets them up."""
+        mine = len(self.places)
+        self.load_state_dict({**state, **{key: state[key][:mine] for key in OF_EACH_PLACE}})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place of a `state_dict`. Raises ValueError for another number of loaders."""

@@ -515,7 +515,7 @@ def test_a_flipped_bit_is_named_and_healed(
 
 
 @pytest.mark.parametrize(
-    "lost", ["pass of DiLoCo", "scheduler", "optimizer", "optimizer of DiLoCo"]
+    "lost", ["pass of DiLoCo", "scheduler", "optimizer", "optimizer of DiLoCo", "loader"]
 )
 def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     two: Groups, server: LighthouseServer, lost: str
@@ -523,7 +523,7 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     """A loop over `range` with outer steps, and two schedulers that can't be told apart.
 
     Group 1 leaves, and comes back where its peer is in another pass, or (with `epochs`) at another
-    number of steps, or of optimizers: a script that makes another one for its second phase."""
+    number of steps, or of optimizers or loaders: a script that makes another one for its second phase."""
     held = threading.Event()
     if "DiLoCo" in lost:
         two.strategy, two.options["sync_every"] = "FTDiLoCoStrategy", 1
@@ -535,6 +535,8 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
         steps = 0
         for epoch in range(3) if "pass" in lost else fabric.strategy.epochs(3):
+            if lost == "loader" and epoch == 1:
+                loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
             if "optimizer" in lost and epoch == 1:
                 later = torch.optim.SGD(model.parameters(), lr=0.0001)
                 optimizer = fabric.setup_optimizers(later)
@@ -556,6 +558,7 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     assert isinstance(second, RuntimeError)
     wanted = {"pass": "fabric.strategy.epochs(total)", "scheduler": "scheduler=scheduler"}
     wanted["optimizer"] = "with 1 optimizers, and its peers have set up 2"
+    wanted["loader"] = "with 1 data loaders, and its peers train on one that they have set up after"
     assert wanted[lost.split()[0]] in str(second)
 
 
@@ -570,8 +573,7 @@ def test_a_loop_over_range_runs_through_its_past(
     def body(fabric: Any, index: int) -> Any:
         model, optimizer = linear(fabric)
         train = DataLoader(TensorDataset(torch.arange(16.0).reshape(-1, 1) / 16), 1, shuffle=True)
-        shown = DataLoader(TensorDataset(torch.ones(4, 1)), 1)
-        loader, val = fabric.setup_dataloaders(train, shown)
+        loader = fabric.setup_dataloaders(train)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         count = {"passes": 0}
         fabric.strategy.register("count", count)
@@ -589,6 +591,7 @@ def test_a_loop_over_range_runs_through_its_past(
                     read.setdefault(epoch, []).append(round(float(batch) * 16))
                 if index == 1 and not held.is_set() and len(read[0]) == 3:
                     return "left"
+            val = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(4, 1)), 1))
             model.eval()
             with torch.no_grad():
                 loss = sum(model(batch).sum() for (batch,) in val) / len(val)
