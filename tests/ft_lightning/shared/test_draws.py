@@ -108,7 +108,9 @@ def test_in_a_fabric_loop(kind: Kind, done: int) -> None:
         def before_batch() -> None:
             states.append(progress.state_dict())
 
-        follow(loader, place, boundary=before_batch, set_epoch=lambda loader, epoch: None)
+        follow(
+            loader, place, boundary=before_batch, in_past=lambda: False, set_epoch=lambda *_: None
+        )
         return loader, progress, states
 
     (peer, theirs, states), (late, progress, _) = made(), made()
