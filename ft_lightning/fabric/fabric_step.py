@@ -51,8 +51,8 @@ SET_UP = "Set their model up, too, when it has all its parameters: fabric.setup(
 
 PAST = (
     "this process came back {}: its script runs through its past, with one batch of each loader in a pass. What it "
-    "prints there counts for nothing, and it saves and logs nothing. With `for epoch in fabric.strategy.epochs(total)` in place of "
-    "`for epoch in range(total)` it goes to its peers at once"
+    "prints there counts for nothing, and it saves and logs nothing. With `for epoch in fabric.strategy.epochs(total)` "
+    "in place of `for epoch in range(total)` it goes to its peers at once"
 )
 LEFT_OUT = (
     "this replica group came back between two backward passes of one optimizer step, and can't know what its "
@@ -194,8 +194,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         log.warning(PAST.format(behind))
         self._open, self._past = False, True
         self._manager.rejoin(behind, discard_state=False)
-        self._leader = self._group_leads = False
-        self._show_lead()
+        self._give_up_lead()
         self._break_off()
         self._registered_before = copy.deepcopy(self._registered_now())
 

@@ -606,8 +606,8 @@ class FTFabricMixin(FabricSavesMixin):
             if self._leader and board.slot().there:
                 log.warning(
                     "the state is kept no longer in case that all replica groups die: a process that "
-                    "begins could not go on from it. Write `for epoch in fabric.strategy.epochs(total)`, "
-                    "and give optimizers and schedulers to fabric.setup before the first batch"
+                    "begins could not go on from it. Give optimizers, their schedulers and the training data to "
+                    "fabric.setup and fabric.setup_dataloaders before the first batch"
                 )
         return not self._unkept
 

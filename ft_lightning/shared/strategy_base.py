@@ -587,9 +587,13 @@ class StrategyBase(_Base):
         if self._group_leads and self._met and manager is not None and not manager.left():
             part = manager.in_quorum()  # None: its peers have gone, and there are too few to go on
             if manager.evicted() or (part is not None and part.rank != 0):
-                self._leader = self._group_leads = False
-                self._show_lead()
+                self._give_up_lead()
         return self.is_global_zero
+
+    def _give_up_lead(self) -> None:
+        """Another process leads, or will."""
+        self._leader = self._group_leads = False
+        self._show_lead()
 
     def _show_lead(self) -> None:
         """It may have changed whether this process leads."""
