@@ -1,13 +1,22 @@
-"""DistributedSampler: one shard for each rank of each replica group, resumable within an epoch."""
+"""DistributedSampler: one shard for each rank of each replica group, resumable within an epoch. And streams of the
+library `datasets`, which must be told apart from others that keep their place."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+
+
+def is_stream_of_datasets(dataset: object) -> bool:
+    """Whether it is an `IterableDataset` of the library `datasets`. That has a state; but each of its passes begins at
+    its beginning, or else at the state that was loaded last, also those after the first."""
+    library = sys.modules.get("datasets")  # which may be a module of the user's
+    return isinstance(dataset, getattr(library, "IterableDataset", ()))
 
 
 class DistributedSampler(TorchDistributedSampler[Any]):

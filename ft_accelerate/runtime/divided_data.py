@@ -14,7 +14,6 @@ spare reads a share, too, whose batches do not count. It takes over the share of
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,6 +32,7 @@ from torch.utils.data import SequentialSampler
 
 from ft_accelerate.runtime.script_position import Iteration, Phase, Place, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks
+from ft_core.data import is_stream_of_datasets
 from ft_core.replica.status import Participation
 
 LATE_SHARE = (
@@ -157,14 +157,12 @@ def is_stateful(loader: Any) -> bool:
 
 
 def stateful_dataset(loader: Any) -> Any | None:
-    """Its dataset, if that is read in this process and keeps its place; None: it isn't, or doesn't. A stream of the
-    library `datasets` has a state, but each pass begins at its beginning, or at the state that was loaded last."""
+    """Its dataset, if that is read in this process and keeps its place from pass to pass; None: it isn't, or doesn't."""
     base = loader.base_dataloader
     dataset = base.dataset
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
-    library = sys.modules.get("datasets")
-    if library is not None and isinstance(dataset, library.IterableDataset):
+    if is_stream_of_datasets(dataset):
         return None
     both = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
     return dataset if both and not base.num_workers else None

@@ -110,6 +110,9 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._fetching: LoaderPlace | None = None
         self._before: list[Place] = []
         """Places of the loaders when the window began."""
+        self._completed_before = 0
+        """Epochs that were completed then. A stream's may be completed within a window: one begins where it is asked
+        for a batch that it has not."""
         self._alone: Any = None
         """The optimizer that steps, where no loader says where a batch begins."""
         self._reducer: RetryableReducer | None = None
@@ -168,7 +171,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         else:
             window.start_over()
             self._averaged.start_over()
-            self._before = self._places()
+            self._note_places()
             self._numbers.mark()
         if not self._open:
             self._attempt(Where.BOUNDARY)
@@ -177,7 +180,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._begin_past(place)
             return
         self._votes, self._strays = 0, ""
-        self._before = self._places()
+        self._note_places()
         self._numbers.mark()
         self._lost = self._healed = False
         window.begin()
@@ -493,11 +496,14 @@ class FabricStepMixin(FabricAgreementsMixin):
         """What the loop does until it asks for a batch has no effect."""
         self._window.break_off()
         self._averaged.break_off()
-        self._before = self._places()
+        self._note_places()
         self._kept = self._copies()
 
     def _places(self) -> list[Place]:
         return [place.now() for place in self.progress.places]
+
+    def _note_places(self) -> None:
+        self._before, self._completed_before = self._places(), self.progress.completed()
 
     def _go_to_window(self) -> None:
         for place, before in zip(self.progress.places, self._before, strict=False):

@@ -493,7 +493,9 @@ class FTFabricMixin(FabricSavesMixin):
             return {"round": self._round_of}
         lead = self.progress.lead
         # The target begins with the first batch of the window.
-        places = self._before if self._votes_each_step else self._places()
+        places, completed = self._before, self._completed_before
+        if not self._votes_each_step:
+            places, completed = self._places(), self.progress.completed()
         return {
             **self._tensors_to_heal(),
             "numbers": self._numbers.marked(),
@@ -507,6 +509,7 @@ class FTFabricMixin(FabricSavesMixin):
             "precision": self.precision.state_dict(),
             "progress": {
                 **self.progress.state_dict(),
+                "epoch": completed,
                 "places": [[*place[:3]] for place in places],
                 "states": [travelling(place[3]) for place in places],
             },

@@ -36,7 +36,7 @@ from itertools import islice
 from typing import Any
 
 from ft_core.heal.random_numbers import unchanged
-from ft_lightning.shared.draws import Draws, is_stream, owner_of, state_of
+from ft_lightning.shared.draws import Draws, begin_pass, bring, is_stream, state_of
 from ft_lightning.trainer.batches import (
     Origin,
     adopt,
@@ -132,8 +132,10 @@ class LoaderPlace:
 
     def now(self) -> Place:
         """Where `go_to` brings another process's iteration."""
-        stream = state_of(self.loader) if self.stream is None else self.stream
         under_way = self.active or self.resumed
+        stream = self.stream
+        if stream is None:
+            stream = state_of(self.loader, begun=under_way and self.batch > 0)
         return self.epoch, self.batch, under_way, self.draws.state() or stream
 
     def go_to(self, epoch: int, batch: int, active: bool, data: Any = None) -> None:
@@ -201,14 +203,17 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         self.epoch += 1
         self._passed = -1 if self.lead is None else self.lead.epoch
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors. An epoch is completed when the pass over its data is: scripts save after that,
-        within the epoch's turn of their loop."""
+    def completed(self) -> int:
+        """Epochs. One is completed when the pass over its data is: scripts save after that, within the epoch's turn of
+        their loop."""
         lead = self.lead
-        completed = lead is not None and lead.epoch > self._passed and not lead.active
+        return self.epoch + (lead is not None and lead.epoch > self._passed and not lead.active)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors."""
         places = [[p.epoch, p.batch, int(p.active)] for p in self.places]
         return {
-            "epoch": self.epoch + completed,
+            "epoch": self.completed(),
             "step": self.step,
             "places": places,
             "data": [p.read_so_far() for p in self.places],
@@ -377,10 +382,10 @@ def _shown(
 
 
 def _place_stream(loader: Any, place: LoaderPlace, name: str) -> None:
-    owner = owner_of(loader)
-    if owner is not None and place.stream is not None:
-        owner.load_state_dict(place.stream)
-    elif place.moved:
+    if bring(loader, place.stream):
+        return
+    begin_pass(loader)
+    if place.moved:
         log.warning(
             "the data of %s starts over: an iterable without state_dict and load_state_dict has no position to "
             "go to, so some samples are seen twice or not at all in this epoch",

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from ft_core.data import is_stream_of_datasets
 from ft_core.heal import UnsupportedObjectError, pack
 from ft_core.heal.random_numbers import seed_of, unchanged
 
@@ -143,11 +145,12 @@ def is_stream(loader: object) -> bool:
     return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
 
 
-def owner_of(loader: Any) -> Any | None:
-    """What keeps the place in a stream: its loader, or a dataset that is read in this process; None: nothing does.
+_placed: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Streams of the library `datasets` that were brought to a place: they would begin each later pass there."""
 
-    As in Lightning's checkpoints the state is one for all shards: how far, not of what.
-    """
+
+def _owner_of(loader: Any) -> Any | None:
+    """What keeps the place in a stream: its loader, or a dataset that is read in this process; None: nothing does."""
     owners = [loader] if is_stream(loader) else []
     if owners and not getattr(loader, "num_workers", 0):
         owners.append(getattr(loader, "dataset", None))
@@ -155,10 +158,56 @@ def owner_of(loader: Any) -> Any | None:
     return next((o for o in owners if all(hasattr(o, name) for name in both)), None)
 
 
-def state_of(loader: Any) -> Any:
-    """The place in a stream, a copy; None: it has none that is kept."""
-    owner = owner_of(loader)
-    return None if owner is None else copy.deepcopy(owner.state_dict())
+def _of_datasets(loader: Any) -> Any | None:
+    """The stream of the library `datasets` that `loader` reads, or is; None: there is none."""
+    both = (loader, getattr(loader, "dataset", None))
+    return next(filter(is_stream_of_datasets, both), None)
+
+
+def state_of(loader: Any, *, begun: bool = True) -> Any:
+    """The place in a stream, a copy; None: it has none that is kept. `begun`: a pass is; or else the next one is to
+    begin.
+
+    As in Lightning's checkpoints the state is one for all shards: how far, not of what.
+    """
+    owner = _owner_of(loader)
+    if owner is None:
+        return None
+    stream = _of_datasets(loader)
+    if stream is None:
+        return copy.deepcopy(owner.state_dict())
+    at = copy.deepcopy(owner.state_dict()) if begun else None
+    return {"at": at, "epoch": stream.epoch}  # of another epoch it would not take a state
+
+
+def bring(loader: Any, state: Any) -> bool:
+    """Let the next pass over a stream begin where `state_of` was called. False: that is not known, or the stream does
+    not keep its place."""
+    owner = _owner_of(loader)
+    if owner is None or state is None:
+        return False
+    stream = _of_datasets(loader)
+    if stream is not None:
+        begin_pass(loader)
+        stream.set_epoch(state["epoch"])
+        state = state["at"]
+        if state is None:
+            return True
+        _placed.add(stream)
+    owner.load_state_dict(state)
+    return True
+
+
+def begin_pass(loader: Any) -> None:
+    """The next pass over a stream begins as it would if it had not been brought to a place in an earlier one."""
+    stream = _of_datasets(loader)
+    if stream is not None and stream in _placed:
+        _placed.discard(stream)
+        stream.load_state_dict({})
+        if (
+            owner := _owner_of(loader)
+        ) is not None:  # torchdata's loaders load theirs into the stream
+            owner.load_state_dict({})
 
 
 def travelling(state: Any) -> Any:

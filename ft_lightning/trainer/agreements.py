@@ -170,19 +170,19 @@ def _names(meta: Any) -> tuple[str, ...]:
 
 def make_callbacks(
     early_stopping: type,
-    adopt_fetcher: Callable[[], None],
+    begin_epoch: Callable[[], None],
     rounds: Rounds,
     decisions: Decisions,
     skipped: SkippedHooks,
 ) -> tuple[Any, Any]:
     """(one to be the first in the Trainer's list, one to be the last).
 
-    `early_stopping`: the class of the Lightning that is used. `adopt_fetcher()`: called before the
+    `early_stopping`: the class of the Lightning that is used. `begin_epoch()`: called before the
     data fetcher of a new epoch is used. `skipped`: told of the hooks that begin and end.
     """
 
     def first_epoch_start(self: Any, trainer: Any, module: Any) -> None:
-        adopt_fetcher()
+        begin_epoch()
 
     def first_validation_epoch_end(self: Any, trainer: Any, module: Any) -> None:
         rounds.meet()

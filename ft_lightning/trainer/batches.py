@@ -31,7 +31,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ft_core.heal.random_numbers import RandomNumbers, unchanged
 from ft_core.manager import Manager
-from ft_lightning.shared.draws import Draws, is_stream, owner_of, state_of, travelling
+from ft_lightning.shared.draws import Draws, begin_pass, bring, is_stream, state_of, travelling
 from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_lightning")
@@ -127,8 +127,9 @@ class Batches:
         self._adopted: list[Any] = []
         self._marked: list[Any] = []
         self._ahead: tuple[tuple[int, int], list[Any]] = (0, 0), []
-        """Streams of unknown length, from which a batch is fetched in advance: (the epoch, the number of the
-        batch after that one), and what the states of the streams are before it."""
+        """A place, (epoch, batch), and the states of the streams there: of those of unknown length, from which a batch
+        is fetched in advance, the place behind that; of all, where they were brought to, which not all say themselves
+        before their next sample is asked for."""
         self._warned = False
         self._has_data = False  # a batch was fetched in this fit
         self.numbers = RandomNumbers()
@@ -154,8 +155,10 @@ class Batches:
             sampler._ft_draws = Draws(sampler)
             self._samplers.append(sampler)
 
-    def adopt_fetcher(self, trainer: Any) -> None:
-        """Have `at_boundary` called before each batch of this epoch's fetcher."""
+    def begin_epoch(self, trainer: Any) -> None:
+        """Have `at_boundary` called before each batch of this epoch's fetcher, which is not used yet."""
+        for loader in trainer.fit_loop._combined_loader.flattened:
+            begin_pass(loader)
         fetcher = trainer.fit_loop._data_fetcher
         if hasattr(fetcher, "iterator_wrapper"):
             raise ValueError(
@@ -209,10 +212,10 @@ class Batches:
     def _states_before_next(self, trainer: Any) -> list[Any]:
         if self._resumes:  # it goes there when it has a quorum, in which peers may ask already
             return self._kept
-        if not self._is_ahead(trainer):
-            return self._states_now(trainer)
-        here = epochs_done(trainer), batches_done(trainer)
-        return self._ahead[1] if self._ahead[0] == here else []
+        place, states = self._ahead
+        if states and place == (epochs_done(trainer), batches_done(trainer)):
+            return states
+        return [] if self._is_ahead(trainer) else self._states_now(trainer)
 
     def fetches(self, trainer: Any) -> None:
         """A batch is fetched now, at a boundary."""
@@ -254,7 +257,7 @@ class Batches:
         chosen, drawn = [], []
         for loader, state in zip_longest(loaders, states[: len(loaders)]):
             self._set_sampler_epoch(loader, epoch)
-            sampler, owner = self.index_sampler(loader), owner_of(loader)
+            sampler = self.index_sampler(loader)
             if sampler is not None and origin != Origin(epoch):
                 sampler._ft_chosen = batches_left(loader, origin)[done - origin.batch :]
                 chosen.append(sampler)
@@ -263,10 +266,10 @@ class Batches:
                 draws, own = sampler._ft_draws, sampler._ft_draws.state()
                 draws.take(state or own, ended=False)
                 drawn.append((draws, state or own, sampler._ft_skip >= len(sampler)))
-            elif owner is not None and state is not None:
-                owner.load_state_dict(state)
-            elif done:
-                self._warn_unplaceable(loader)
+            elif not bring(loader, state):
+                begin_pass(loader)
+                if done:
+                    self._warn_unplaceable(loader)
         fetcher = fit_loop._data_fetcher
         with unchanged():  # torch seeds workers, and the sampler draws an order, as it had before
             iter(fetcher)

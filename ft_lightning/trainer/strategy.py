@@ -300,7 +300,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if self._loggers is not None:
             self._decisions.tell, self._decisions.hear = self._loggers.news, self._loggers.hear
         first, last = make_callbacks(
-            stopping, self._adopt_fetcher, self._rounds, self._decisions, self._skipped
+            stopping, self._begin_epoch, self._rounds, self._decisions, self._skipped
         )
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]
 
@@ -417,7 +417,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._resume_epoch()
             self._register(schema(self._trainer))
         self._decisions.begin()
-        self._adopt_fetcher()
+        self._begin_epoch()
 
     def _why_over(self) -> str:
         """Also by the record, which outlives the processes that have ended the fit."""
@@ -541,10 +541,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             loss=float(loss.detach()) * self._trainer.accumulate_grad_batches,
         )
 
-    def _adopt_fetcher(self) -> None:
+    def _begin_epoch(self) -> None:
         """An epoch begins: adopt its data fetcher before it is used."""
         assert self._batches is not None
-        self._batches.adopt_fetcher(self._trainer)
+        self._batches.begin_epoch(self._trainer)
 
     def _on_quorum(self) -> bool:
         if not super()._on_quorum():

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from ft_core.data import DistributedSampler
+from ft_core.data import DistributedSampler, is_stream_of_datasets
 
 
 def dataset(size: int) -> TensorDataset:
@@ -116,3 +118,8 @@ def test_a_new_epoch_begins_at_its_start() -> None:
 def test_a_position_outside_the_shard_is_refused() -> None:
     with pytest.raises(ValueError, match="0 to 10"):
         DistributedSampler(dataset(20), 0, 2).set_position(11)
+
+
+def test_a_module_of_the_users_may_be_named_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", ModuleType("datasets"))
+    assert not is_stream_of_datasets(object())

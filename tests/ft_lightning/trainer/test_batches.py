@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,19 +88,19 @@ class Placed(IterableDataset[Any]):
     """Keeps its place, where it is read in this process."""
 
     def __init__(self) -> None:
-        self.at = 0
+        self.at = self.start = 0
 
     def __iter__(self) -> Iterator[Any]:
+        self.at, self.start = self.start, 0
         while self.at < 6:
             self.at += 1
             yield self.at - 1
-        self.at = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
+        self.start = state["at"]
 
 
 class OfKnownLength(Placed):
@@ -108,9 +108,15 @@ class OfKnownLength(Placed):
         return 6
 
 
-@pytest.mark.parametrize("kind", [Placed, OfKnownLength])
-def test_an_epoch_of_a_stream_goes_on_where_it_was_saved(kind: type[Placed]) -> None:
-    """Lightning keeps the place of a loader, and not of its dataset. One of unknown length is read ahead."""
+def of_datasets() -> Any:
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"x": range(6)}).to_iterable_dataset()
+
+
+@pytest.mark.parametrize("kind", [Placed, OfKnownLength, of_datasets])
+def test_an_epoch_of_a_stream_goes_on_where_it_was_saved(kind: Callable[[], Any]) -> None:
+    """Lightning keeps the place of a loader, and not of its dataset. One of unknown length is read ahead. Later epochs
+    are whole."""
 
     def begun(done: int) -> tuple[Any, Batches]:
         loop = epoch_of(DataLoader(kind(), 1))
@@ -119,26 +125,33 @@ def test_an_epoch_of_a_stream_goes_on_where_it_was_saved(kind: type[Placed]) -> 
         )
         loop.epoch_loop.restarted_on_train_batch_end = False
         loop.restarted_mid_epoch = done > 0
-        batches = Batches(lambda loader, number: None)
+        batches, trainer = Batches(lambda loader, number: None), SimpleNamespace(fit_loop=loop)
         (loader,) = loop._combined_loader.flattened
         batches.adopt_loader(loader)
-        return SimpleNamespace(fit_loop=loop), batches
+        batches.begin_epoch(trainer)
+        iter(loop._data_fetcher)
+        return trainer, batches
+
+    def read(trainer: Any) -> list[int]:
+        items = rest(trainer.fit_loop)
+        return [int(item["x"] if isinstance(item, dict) else item) for item in items]
 
     trainer, batches = begun(0)
-    iter(trainer.fit_loop._data_fetcher)
     for _ in range(2):
-        batches.fetches(trainer)
         next(trainer.fit_loop._data_fetcher)
         trainer.fit_loop.epoch_loop.batch_progress.current.ready += 1
     saved = pickle.loads(pickle.dumps(batches.read_so_far(trainer)))
-    left = [int(batch) for batch in rest(trainer.fit_loop)]
+    left = read(trainer)
     trainer, batches = begun(2)
-    iter(trainer.fit_loop._data_fetcher)  # by Lightning, which reads ahead
     assert batches.resume(trainer, saved, same_world=True)
     assert batches.states(trainer, mark=True) == saved["streams"]  # for a peer that heals at once
     batches.begin(trainer)
     assert batches.states(trainer, mark=True) == saved["streams"]
-    assert [int(batch) for batch in rest(trainer.fit_loop)] == left == [2, 3, 4, 5]
+    assert read(trainer) == left == [2, 3, 4, 5]
+    for _ in range(2):
+        batches.begin_epoch(trainer)
+        iter(trainer.fit_loop._data_fetcher)
+        assert read(trainer) == [0, 1, 2, 3, 4, 5]
 
 
 def _is_locked(subject: str) -> bool:
