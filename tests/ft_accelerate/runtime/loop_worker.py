@@ -52,8 +52,8 @@ OPTIONS: dict[str, Any] = {
     "step_delay_s": 0.0,
     "delays_past": False,  # when the script runs through its past, too
     "eval_delay_s": 0.0,
-    # places to wait at, see `script.Log`: "step-12", "eval-1"; "past-step-3": when the script runs
-    # through its past
+    # places to wait at, see `script.Log`: "step-12", "eval-1"; "loss-0": behind `gather_loss`;
+    # "past-step-3": when the script runs through its past
     "holds": [],
     "inject": {},  # {"<step>": index}: this replica group reports an error once
     "raises": {},  # {"<step>": [index, ...]}: their optimizers raise once, and the loop goes on
@@ -355,6 +355,7 @@ def run(options: dict[str, Any]) -> None:
                         loss = nn.functional.cross_entropy(model(x), y)
                     if options["gather_loss"]:
                         accelerator.gather(loss.detach().repeat(len(x))).mean()
+                        log.at(f"loss-{global_step}")
                     if accelerator.sync_gradients:
                         log.inject(global_step)
                     if options["triggered"]:

@@ -112,15 +112,19 @@ def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: 
         assert run.evaluations(index) == plain.evaluations(index)
 
 
-@pytest.mark.parametrize(("generator", "accumulate"), [("", 2), ("torch", 1)])
+@pytest.mark.parametrize(
+    ("generator", "accumulate", "hold"),
+    [("", 2, "step-12"), ("torch", 1, "step-24"), ("", 1, "loss-0")],
+)
 def test_random_numbers_are_those_without_faults(
-    tmp_path: Path, lighthouse: str, generator: str, accumulate: int
+    tmp_path: Path, lighthouse: str, generator: str, accumulate: int, hold: str
 ) -> None:
-    """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones."""
+    """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones.
+    Also where it runs through no past: it was killed in the first batch, behind an operation."""
     options = {"dropout": 0.3, "norm": False, "generator": generator, "accumulate": accumulate}
+    options["gather_loss"] = hold == "loss-0"
     both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     plain = plain_run(tmp_path, **options)
-    hold = f"step-{24 // accumulate}"
     with running(tmp_path / "ft", lighthouse, holds=[hold], **options) as run:
         zero, one = (run.start(index, **both) for index in (0, 1))
         for index in (0, 1):
