@@ -137,6 +137,22 @@ def test_random_numbers_are_those_without_faults(
     assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
 
 
+def test_killed_where_accumulation_goes_on_across_the_end_of_an_epoch(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Its peer waits in the second batch of the window, the first one of an epoch. The last one of the epoch before
+    must be computed once more: the order of that epoch was drawn from where its sampler's generator is no more."""
+    options = {"norm": False, "accumulate": 2, "across": True, "epochs": 3}
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    hold = f"step-{STEPS // 2}"
+    plain = plain_run(tmp_path, **options)
+    with running(tmp_path / "ft", lighthouse, holds=[hold], **options) as run:
+        zero, one = (run.start(index, **both) for index in (0, 1))
+        one = run.killed_and_back(one, 1, hold=hold, of=0, **both)
+        run.wait(zero, one)
+    assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
+
+
 @pytest.mark.parametrize(("generator", "workers"), [("torch", 0), ("own", 0), ("torch", 1)])
 def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     tmp_path: Path, lighthouse: str, generator: str, workers: int
