@@ -221,23 +221,28 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Numbers(RandomNumbers):
-    """Marked where a window begins. A process that its script has seeded otherwise than its peers is seeded anew
-    when it has come to them: else it would draw once more what it drew at its start."""
+    """Marked where a window begins. A process that its script has seeded otherwise than its peers, and that was led
+    through its past, is seeded anew when it has come to them: else it would draw once more what it drew at its start."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._are_theirs = False
+        self._lack_draws = False
+
+    def relocated(self, *, remembers: bool) -> None:
+        """A peer's state was taken. `remembers`: the script runs through a past in which it draws nothing, or less."""
+        self._lack_draws |= remembers
 
     def arrive(self, state: dict[str, Any]) -> None:
         """The script stands where the window of its peers, who have dumped `state`, began."""
-        self._are_theirs = self.take(state["numbers"])
-        if self._are_theirs:
+        if self.take(state["numbers"]):
             self.put_back()
+            self._lack_draws = False
 
     def go_live(self, *numbers: int) -> None:
         """`numbers`: which no other process or moment has."""
-        if not self._are_theirs:
+        if self._lack_draws:
             reseed(torch.initial_seed(), *numbers)
+            self._lack_draws = False
 
 
 class Weights:

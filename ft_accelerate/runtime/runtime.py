@@ -607,6 +607,7 @@ class Runtime:
             raise TrainingOver(LATER)
         self._healed, self._untaken, place = state, True, target.window or (0, 0)
         self.position.relocate(target)
+        self._numbers.relocated(remembers=self.position.remembers)
         self.means.peers = state["gradients"]
         self._take()
         log.info("healed; the others are in pass %s over the loaders, batch %s", *place)

@@ -137,7 +137,8 @@ class Target:
         window: place at which its window began; None: before the first training batch.
         ops: results of the operations since then, in order; None: not kept.
         grads: gradient steps committed since then.
-        active: (seq, yielded, generator state) of the loader iterations under way.
+        active: (seq, yielded, generator state) of the loader iterations under way, and of those that were since the
+            window began: their last batches may have to be read again.
         iterations: loader iterations begun.
         lengths: batches of finished iterations whose loader has no length.
         events: events since the beginning.
@@ -173,6 +174,8 @@ class ScriptPosition:
     phase: Phase = Phase.LIVE
     iterations: int = 0
     active: list[Iteration] = field(default_factory=list)
+    ended: list[Iteration] = field(default_factory=list)
+    """Those that have a generator, and are over since the window began."""
     lengths: dict[int, int] = field(default_factory=dict)
     events: int = 0
     agreed: int = 0
@@ -197,7 +200,7 @@ class ScriptPosition:
     batches: int = 0
     """Of all loaders, that the script has asked for, or would have."""
     generator_states: dict[int, Any] = field(default_factory=dict)
-    """Of passes that peers have under way, at their beginning."""
+    """Of passes that peers have under way, or had in their window, at their beginning."""
     epochs: list[Epoch] = field(default_factory=list)
     """Those that the script has told of, back to that of the window."""
     searches: list[Search] = field(default_factory=list)
@@ -242,6 +245,8 @@ class ScriptPosition:
         """It is over, or was abandoned."""
         if iteration in self.active:
             self.active.remove(iteration)
+            if self.window is not None and iteration.generator_state is not None:
+                self.ended.append(iteration)
         if not has_length:
             self.lengths[iteration.seq] = iteration.yielded
 
@@ -263,6 +268,7 @@ class ScriptPosition:
     def _begin_window(self, window: Place) -> None:
         self.window, self._unstepped, self.computed, self.left_out = window, None, False, False
         self.ops, self.grads, self.norms, self.stepped, self._logged_bytes = [], 0, [], False, 0
+        self.ended = []
 
     # ------------------------------------------------------------------ events
 
@@ -314,7 +320,8 @@ class ScriptPosition:
 
     def describe(self, at: str) -> Target:
         """For a peer that must come here."""
-        active = tuple((i.seq, i.yielded, i.generator_state) for i in self.active)
+        passes = (*self.ended, *self.active)
+        active = tuple((i.seq, i.yielded, i.generator_state) for i in passes)
         return Target(
             self.window,
             tuple(self.ops),
@@ -347,6 +354,7 @@ class ScriptPosition:
             self.window, self.pending, self._unstepped = None, False, None
             self.ops, self.grads, self.norms, self.stepped, self._logged_bytes = [], 0, [], True, 0
             self.active.clear()
+            self.ended = []
             if self.target is not None:
                 self.relocate(self.target)
 

@@ -79,6 +79,8 @@ RESULTS = frozenset(
     ("on_log", "on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_push_begin")
 )
 """Events about results: a process that fast-forwards has none."""
+DECIDED = frozenset(("on_log", "on_evaluate", "on_predict", "on_save"))
+"""Those of them at which callbacks decide whether to stop, evaluate and save."""
 SEARCHES = (
     "hyperparameter_search trains once for each trial, and one process draws the trials for all, which can't be "
     "protected: let the search start each trial as a job of its own, or run it without fault tolerance"
@@ -205,15 +207,18 @@ def _call_event(
 ) -> Any:
     shared, phase = shared_by(self), runtime.position.phase
     if event in RESULTS and not runtime.live:
-        if shared is not None and phase is Phase.REPLAY:
-            shared.stop_as_peers(control)
+        if shared is not None and event in DECIDED:
+            shared.decide_as_peers(event, control)
         return control
     if self in _passing:
         return control
     if event == "on_step_begin" and shared is not None and phase is not Phase.FAST_FORWARD:
         shared.begin_step()
     state.is_world_process_zero = state.is_local_process_zero = runtime.leader
-    return owed_hooks(self).call(runtime, original, self, event, args, state, control, **kwargs)
+    control = owed_hooks(self).call(runtime, original, self, event, args, state, control, **kwargs)
+    if shared is not None and event in DECIDED:
+        shared.decided(event, control)
+    return control
 
 
 def _adds_to(total: str) -> Callable[[Any], Any]:

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import json
 import weakref
+from collections import Counter
 from typing import Any
 
 from ft_accelerate.runtime.models import FollowsTheScript
@@ -36,6 +37,10 @@ class SharedTrainerState(FollowsTheScript):
         self.arrived_with: dict[str, Any] = {}
         """Trainer's state, as this process has found it where it has arrived last."""
         self._begun: dict[str, Any] = {}
+        self._decisions: dict[str, Any] = {"step": None, "events": []}
+        """After a step: what was decided at each event on results, in order."""
+        self._events: Counter[str] = Counter()
+        """How often each has come with this step, also in a past."""
 
     def begin_step(self) -> None:
         """A step begins, with what its row will be made of. In a step that the peers have done, with theirs:
@@ -55,13 +60,29 @@ class SharedTrainerState(FollowsTheScript):
             "scheduler": None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
         }
 
-    def stop_as_peers(self, control: Any) -> None:
+    def decided(self, event: str, control: Any) -> None:
+        """The callbacks have heard of this event on results, and decided whether to stop, evaluate and save."""
+        self._heard(event)
+        self._decisions["events"].append([event, control.state()["args"]])
+
+    def decide_as_peers(self, event: str, control: Any) -> None:
         """Results are not told to the callbacks of a process that runs through its past. What these have decided
-        in its peers, in a step that they have not left yet: whether to stop."""
-        for name, state in json.loads(self.peers_state.get("callbacks", "[]")):
-            if name == type(control).__name__:
-                control.should_training_stop = state["args"]["should_training_stop"]
-                control.should_epoch_stop = state["args"]["should_epoch_stop"]
+        in its peers at this event, in a step that they have not left yet."""
+        count, theirs = self._heard(event), self.peers_state.get("decisions", {})
+        if theirs.get("step") != self._decisions["step"]:
+            return
+        said = [decision for name, decision in theirs["events"] if name == event]
+        if count <= len(said):
+            vars(control).update(said[count - 1])
+
+    def _heard(self, event: str) -> int:
+        """How often it has come with this step."""
+        trainer = self._trainer()
+        step = None if trainer is None else int(trainer.state.global_step)
+        if self._decisions["step"] != step:
+            self._decisions, self._events = {"step": step, "events": []}, Counter()
+        self._events[event] += 1
+        return self._events[event]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data; empty once the Trainer is gone. Raises TypeError for what Trainer could not save either."""
@@ -83,6 +104,7 @@ class SharedTrainerState(FollowsTheScript):
             "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
             "best_step": self.best_step,
             "begun": self._begun,
+            "decisions": self._decisions,
             "counted": _counted(trainer),
             "flos": trainer.current_flos,  # an int at 0, which travels as a different tensor from 0.0
         }
@@ -106,6 +128,7 @@ class SharedTrainerState(FollowsTheScript):
         mine = trainer.state
         self.best_step = found.get("best_step")  # none in what an older version has kept
         self._begun = found.get("begun", {})
+        self._decisions = copy.deepcopy(found.get("decisions", self._decisions))
         self.arrived_with = json.loads(found["state"])
         for name, value in self.arrived_with.items():
             if not name.startswith("is_"):  # whether this process is the first, and such

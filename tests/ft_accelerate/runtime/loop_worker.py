@@ -35,6 +35,7 @@ OPTIONS: dict[str, Any] = {
     "streams": False,  # the evaluation reads a stream
     "batch_size": 4,
     "accumulate": 1,
+    "across": False,  # accumulation goes on across the end of an epoch
     "each_batch": False,  # the scheduler steps with each, and a registered object counts it before its backward
     "triggered": False,  # two forwards without synchronization, of which the second one's backward has it
     "moves": False,  # the optimizer is `Moving`
@@ -52,8 +53,8 @@ OPTIONS: dict[str, Any] = {
     "step_delay_s": 0.0,
     "delays_past": False,  # when the script runs through its past, too
     "eval_delay_s": 0.0,
-    # places to wait at, see `script.Log`: "step-12", "eval-1"; "past-step-3": when the script runs
-    # through its past
+    # places to wait at, see `script.Log`: "step-12", "eval-1"; "loss-0": behind `gather_loss`;
+    # "past-step-3": when the script runs through its past
     "holds": [],
     "inject": {},  # {"<step>": index}: this replica group reports an error once
     "raises": {},  # {"<step>": [index, ...]}: their optimizers raise once, and the loop goes on
@@ -277,14 +278,16 @@ def evaluate(accelerator: Any, model: Any, loader: Any, log: LoopLog, epoch: int
 def run(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration, set_seed
+    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
 
     if is_fault_tolerant():
         from ft_accelerate.runtime import script_position
 
         script_position.STAY_S = options["stay_s"]
     accelerator = Accelerator(
-        gradient_accumulation_steps=options["accumulate"],
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=options["accumulate"], sync_with_dataloader=not options["across"]
+        ),
         step_scheduler_with_optimizer=not options["each_batch"],
         mixed_precision=options["precision"],
         cpu=True,
@@ -355,6 +358,7 @@ def run(options: dict[str, Any]) -> None:
                         loss = nn.functional.cross_entropy(model(x), y)
                     if options["gather_loss"]:
                         accelerator.gather(loss.detach().repeat(len(x))).mean()
+                        log.at(f"loss-{global_step}")
                     if accelerator.sync_gradients:
                         log.inject(global_step)
                     if options["triggered"]:

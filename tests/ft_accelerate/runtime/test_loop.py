@@ -112,15 +112,19 @@ def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: 
         assert run.evaluations(index) == plain.evaluations(index)
 
 
-@pytest.mark.parametrize(("generator", "accumulate"), [("", 2), ("torch", 1)])
+@pytest.mark.parametrize(
+    ("generator", "accumulate", "hold"),
+    [("", 2, "step-12"), ("torch", 1, "step-24"), ("", 1, "loss-0")],
+)
 def test_random_numbers_are_those_without_faults(
-    tmp_path: Path, lighthouse: str, generator: str, accumulate: int
+    tmp_path: Path, lighthouse: str, generator: str, accumulate: int, hold: str
 ) -> None:
-    """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones."""
+    """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones.
+    Also where it runs through no past: it was killed in the first batch, behind an operation."""
     options = {"dropout": 0.3, "norm": False, "generator": generator, "accumulate": accumulate}
+    options["gather_loss"] = hold == "loss-0"
     both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     plain = plain_run(tmp_path, **options)
-    hold = f"step-{24 // accumulate}"
     with running(tmp_path / "ft", lighthouse, holds=[hold], **options) as run:
         zero, one = (run.start(index, **both) for index in (0, 1))
         for index in (0, 1):
@@ -129,6 +133,22 @@ def test_random_numbers_are_those_without_faults(
         run.wait(one, code=-signal.SIGKILL)
         one = run.start(1, FT_RESTARTS="1", **both)
         run.go(hold)
+        run.wait(zero, one)
+    assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
+
+
+def test_killed_where_accumulation_goes_on_across_the_end_of_an_epoch(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Its peer waits in the second batch of the window, the first one of an epoch. The last one of the epoch before
+    must be computed once more: the order of that epoch was drawn from where its sampler's generator is no more."""
+    options = {"norm": False, "accumulate": 2, "across": True, "epochs": 3}
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    hold = f"step-{STEPS // 2}"
+    plain = plain_run(tmp_path, **options)
+    with running(tmp_path / "ft", lighthouse, holds=[hold], **options) as run:
+        zero, one = (run.start(index, **both) for index in (0, 1))
+        one = run.killed_and_back(one, 1, hold=hold, of=0, **both)
         run.wait(zero, one)
     assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
 

@@ -331,6 +331,17 @@ def test_one_that_comes_back_to_the_evaluation_that_ends_the_training_ends_with_
     assert found[0]["best_checkpoint"] == "checkpoint-26"
 
 
+def test_a_callback_has_a_checkpoint_written_in_which_the_main_process_dies(tmp_path: Path) -> None:
+    """What it has decided by an evaluation is decided in the process that comes back behind that, too."""
+    options = ("--epochs", "2", "--save_better")
+    expected = plain(TRAINER, tmp_path / "plain", *options)
+    found, said = protected(TRAINER, tmp_path / "ft", *options, kills="0:0:writing:1")
+    assert "failed with" not in said
+    for report, its in zip(found, expected, strict=True):
+        same(report, its)
+    assert found[0]["checkpoints"] == ["checkpoint-13", "checkpoint-26"]
+
+
 @resumes
 def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
     """A second job resumes, and one of its processes is started again when newer checkpoints are

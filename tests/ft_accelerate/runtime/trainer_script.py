@@ -26,6 +26,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
 from ft_accelerate.runtime import process as processes
 from ft_core.heal.shardings import local_part
@@ -184,6 +185,21 @@ class Stop(TrainerCallback):
             control.should_training_stop = True
 
 
+class SaveBetter(TrainerCallback, ExportableState):
+    """Has a checkpoint written when an evaluation was better than all before."""
+
+    def __init__(self, best: float = float("inf")) -> None:
+        self.best = best
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if kwargs["metrics"]["eval_loss"] < self.best:
+            self.best = kwargs["metrics"]["eval_loss"]
+            control.should_save = True
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"best": self.best}}
+
+
 def await_(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.02)
@@ -212,6 +228,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--stop_at", type=int, default=-1)
+    parser.add_argument("--save_better", action="store_true")
     parser.add_argument("--await_late", action="store_true")
     options = parser.parse_args()
     out = Path(options.out)
@@ -263,6 +280,8 @@ def main() -> None:
     callbacks: list[TrainerCallback] = [model.kill, Stop(options.stop_at), Hold(), watch, tracker]
     if options.patience:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
+    if options.save_better:
+        callbacks.append(SaveBetter())
     trainer = Trainer(
         model=model,
         args=arguments,
