@@ -193,6 +193,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         behind = f"in pass {place.turn} over its data, and its peers are in pass {place.epoch}"
         log.warning(PAST.format(behind))
         self._open, self._past = False, True
+        self._in_group.barrier()  # one that waits for its state still would wait for the others' next quorum
         self._manager.rejoin(behind, discard_state=False)
         self._give_up_lead()
         self._break_off()
