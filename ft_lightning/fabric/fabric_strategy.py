@@ -86,6 +86,8 @@ class FabricSavesMixin(FabricLoggersMixin):
         while True:
             wrote = self._save(path, state, storage_options=storage_options, filter=filter)
             if not self._meets():
+                while (known := self._window.answer()) is not None and not float(known) > 0:
+                    pass  # its peers are past it: what they have heard is for no later call
                 if not wrote and self._follows():
                     kept = copied(self._convert_stateful_objects_in_state(state, filter or {}))
                     self._held.hold(partial(self._write, path, kept, storage_options))
@@ -386,7 +388,7 @@ class FTFabricMixin(FabricSavesMixin):
 
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             me = strategy()
-            if me is None or me.last_step_committed is not False:
+            if me is None or not (me.last_step_committed is False or me._window.local):
                 cls.step(scheduler, *args, **kwargs)
 
         return {"step": step}
@@ -493,7 +495,9 @@ class FTFabricMixin(FabricSavesMixin):
             return {"round": self._round_of}
         lead = self.progress.lead
         # The target begins with the first batch of the window.
-        places = self._before if self._votes_each_step else self._places()
+        places, epoch = self._places(), self.progress.state_dict()["epoch"]
+        if self._votes_each_step:
+            places, epoch = self._before, self._epoch_before
         return {
             **self._tensors_to_heal(),
             "numbers": self._numbers.marked(),
@@ -507,6 +511,7 @@ class FTFabricMixin(FabricSavesMixin):
             "precision": self.precision.state_dict(),
             "progress": {
                 **self.progress.state_dict(),
+                "epoch": epoch,
                 "places": [[*place[:3]] for place in places],
                 "states": [travelling(place[3]) for place in places],
             },
