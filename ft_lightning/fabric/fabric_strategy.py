@@ -383,12 +383,16 @@ class FTFabricMixin(FabricSavesMixin):
         if not adopted(scheduler):
             adopt(scheduler, self._gated)
 
+    def _passes_over(self) -> bool:
+        """Whether a scheduler is to stay where it is: its optimizer does, or its peers' are past this place."""
+        return self.last_step_committed is False or self._window.local
+
     def _gated(self, cls: Any) -> dict[str, Any]:
         strategy = weakref.ref(self)
 
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             me = strategy()
-            if me is None or not (me.last_step_committed is False or me._window.local):
+            if me is None or not me._passes_over():
                 cls.step(scheduler, *args, **kwargs)
 
         return {"step": step}
