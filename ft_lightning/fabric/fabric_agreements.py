@@ -273,15 +273,18 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             self._raised = 0
 
     def _exchange(self, call: Call, tensor: Tensor) -> Tensor:
-        """The collectives of a round. Raises as `_all_call`."""
+        """The collectives of a round; this process's value, if they fail. Raises as `_all_call`."""
         manager = self._manager
         assert manager is not None
         name, _, _, op = call
+        mine = tensor.unsqueeze(0) if name == "all_gather" else tensor
         if not self._all_call(call) or name == "barrier":
-            return tensor
+            return mine
         if name == "all_gather":
-            return gather_in_step(manager, tensor)
-        return reduce_in_step(manager, tensor.clone(), op)
+            result = gather_in_step(manager, tensor)
+        else:
+            result = reduce_in_step(manager, tensor.clone(), op)
+        return result if manager.errored() is None else mine
 
     def _all_call(self, call: Call, *, computes: bool = False) -> bool:
         """Whether all members have called this; False: the attempt has failed, and is repeated. `computes`: a

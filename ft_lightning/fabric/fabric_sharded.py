@@ -66,6 +66,7 @@ class FTFabricFSDPMixin(ShardGroupMixin, FTFabricMixin):
         accelerator.setup_device(self.root_device)
         self._set_world_ranks()
         self._ranks = self._setup_shards()
+        self._find_loggers()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

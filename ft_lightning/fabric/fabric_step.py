@@ -110,9 +110,9 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._fetching: LoaderPlace | None = None
         self._before: list[Place] = []
         """Places of the loaders when the window began."""
-        self._completed_before = 0
-        """Epochs that were completed then. A stream's may be completed within a window: one begins where it is asked
-        for a batch that it has not."""
+        self._epoch_before = 0
+        """The progress's epoch then: a window of several batches may be longer than a pass over the data, and where a
+        stream ends one begins before the next pass."""
         self._alone: Any = None
         """The optimizer that steps, where no loader says where a batch begins."""
         self._reducer: RetryableReducer | None = None
@@ -121,7 +121,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._counts_passes = self._past = False
         """The loop counts its passes over the data itself; it is in one that its peers have ended."""
         self._registered_before: dict[str, Any] | None = None
-        """What was registered, to put back when the past is over."""
+        """What was registered, to put back when the past is over, or this pass of the loop has left out what it must."""
 
     # ------------------------------------------------------------------ begin
 
@@ -163,16 +163,13 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._forget_gradients()
             self._put_back()
             self._numbers.put_back()
-        if self._registered_before is not None:
-            self._put_registered(self._registered_before)
-            self._registered_before = None
+        self._put_back_registered()
         if window.void and not self._abandoned():
             self._go_to_window()
         else:
             window.start_over()
             self._averaged.start_over()
-            self._note_places()
-            self._numbers.mark()
+            self._mark()
         if not self._open:
             self._attempt(Where.BOUNDARY)
         place = self._fetching if by_loader and self._counts_passes else None
@@ -180,14 +177,20 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._begin_past(place)
             return
         self._votes, self._strays = 0, ""
-        self._note_places()
-        self._numbers.mark()
+        self._mark()
         self._lost = self._healed = False
         window.begin()
         self._averaged.begin()
         self._kept = None if window.arrived else self._copies()
+        if not window.arrived:
+            self._registered_before = copy.deepcopy(self._registered_now())
         for model in self._wrapped:
             model.forget_forward()
+
+    def _mark(self) -> None:
+        """A window begins here, or comes here again."""
+        self._before, self._epoch_before = self._places(), self.progress.epoch
+        self._numbers.mark()
 
     def _begin_past(self, place: LoaderPlace) -> None:
         """Leave the quorum until the loop has come to its peers' pass over the data. What this process has healed
@@ -196,6 +199,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         behind = f"in pass {place.turn} over its data, and its peers are in pass {place.epoch}"
         log.warning(PAST.format(behind))
         self._open, self._past = False, True
+        self._in_group.barrier()  # one that waits for its state still would wait for the others' next quorum
         self._manager.rejoin(behind, discard_state=False)
         self._give_up_lead()
         self._break_off()
@@ -496,16 +500,14 @@ class FabricStepMixin(FabricAgreementsMixin):
         """What the loop does until it asks for a batch has no effect."""
         self._window.break_off()
         self._averaged.break_off()
-        self._note_places()
+        self._before, self._epoch_before = self._places(), self.progress.epoch
         self._kept = self._copies()
 
     def _places(self) -> list[Place]:
         return [place.now() for place in self.progress.places]
 
-    def _note_places(self) -> None:
-        self._before, self._completed_before = self._places(), self.progress.completed()
-
     def _go_to_window(self) -> None:
+        self.progress.epoch = self._epoch_before
         for place, before in zip(self.progress.places, self._before, strict=False):
             place.go_to(*before)
 
@@ -522,11 +524,17 @@ class FabricStepMixin(FabricAgreementsMixin):
             # Past autograd: batch norm saves its statistics for a backward that does not read them.
             buffer.data.copy_(value)
 
+    def _put_back_registered(self) -> None:
+        if self._registered_before is not None:
+            self._put_registered(self._registered_before)
+            self._registered_before = None
+
     def _put_back_on_arrival(self) -> None:
-        """The statistics that this group took from its peers hold what its forward passes did
+        """The statistics that this group took from its peers, and what was registered, hold what it did again
         before it came to their place."""
         if self._kept is not None and self._window.arrived and not self._window.void:
             self._put_back()
+            self._put_back_registered()
 
     # ------------------------------------------------------------------ SIGTERM
 

@@ -86,6 +86,8 @@ class FabricSavesMixin(FabricLoggersMixin):
         while True:
             wrote = self._save(path, state, storage_options=storage_options, filter=filter)
             if not self._meets():
+                while (known := self._window.answer()) is not None and not float(known) > 0:
+                    pass  # its peers are past it: what they have heard is for no later call
                 if not wrote and self._follows():
                     kept = copied(self._convert_stateful_objects_in_state(state, filter or {}))
                     self._held.hold(partial(self._write, path, kept, storage_options))
@@ -381,12 +383,16 @@ class FTFabricMixin(FabricSavesMixin):
         if not adopted(scheduler):
             adopt(scheduler, self._gated)
 
+    def _passes_over(self) -> bool:
+        """Whether a scheduler is to stay where it is: its optimizer does, or its peers' are past this place."""
+        return self.last_step_committed is False or self._window.local
+
     def _gated(self, cls: Any) -> dict[str, Any]:
         strategy = weakref.ref(self)
 
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             me = strategy()
-            if me is None or me.last_step_committed is not False:
+            if me is None or not me._passes_over():
                 cls.step(scheduler, *args, **kwargs)
 
         return {"step": step}
@@ -493,9 +499,9 @@ class FTFabricMixin(FabricSavesMixin):
             return {"round": self._round_of}
         lead = self.progress.lead
         # The target begins with the first batch of the window.
-        places, completed = self._before, self._completed_before
-        if not self._votes_each_step:
-            places, completed = self._places(), self.progress.completed()
+        places, epoch = self._places(), self.progress.completed()
+        if self._votes_each_step:
+            places, epoch = self._before, self._epoch_before
         return {
             **self._tensors_to_heal(),
             "numbers": self._numbers.marked(),
@@ -509,7 +515,7 @@ class FTFabricMixin(FabricSavesMixin):
             "precision": self.precision.state_dict(),
             "progress": {
                 **self.progress.state_dict(),
-                "epoch": completed,
+                "epoch": epoch,
                 "places": [[*place[:3]] for place in places],
                 "states": [travelling(place[3]) for place in places],
             },

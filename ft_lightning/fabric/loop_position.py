@@ -56,6 +56,9 @@ Place = tuple[int, int, bool, Any]
 OF_EACH_PLACE = ("places", "data", "states")
 """In `Progress.state_dict`: lists with an item for each loader."""
 
+_NO_DRAWS = Draws(None)
+"""Made here: when Python ends, loaders may die after the names of this module are gone."""
+
 
 @dataclass(slots=True, eq=False)
 class LoaderPlace:
@@ -109,7 +112,7 @@ class LoaderPlace:
 
     def _dropped(self, _: object) -> None:
         self.known = self.sampler = self.stream = self.shown = None
-        self.draws = Draws(None)
+        self.draws = _NO_DRAWS
 
     @property
     def loader(self) -> Any:

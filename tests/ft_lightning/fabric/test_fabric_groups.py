@@ -907,6 +907,39 @@ def test_the_next_leader_saves_what_a_dead_one_has_not(two: Groups, tmp_path: Pa
     assert path.exists()
 
 
+@pytest.mark.parametrize("kind", ["quorum", "group"])
+def test_what_a_failed_attempt_gathers_has_the_shape_of_what_any_gathers(
+    two: Groups, kind: str
+) -> None:
+    """With per-group commit nothing is made again before the backward: it raised IndexError, and the group
+    ended with its peer."""
+    two.options |= {"commit": kind}
+    losses = [0.0, 0.0]
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
+        for number, (batch,) in enumerate(loader):
+            loss = model(batch * (index + 1)).square().mean()
+            if number == 2:
+                losses[index] = loss.item()
+                fabric.strategy.manager.report_error(RuntimeError("injected"))
+                rows = fabric.all_gather(loss.detach())
+                total = fabric.all_reduce(loss.detach().clone(), reduce_op="sum")
+            fabric.backward(loss)
+            optimizer.step()
+        return rows.tolist(), total.item(), digest(model.state_dict())
+
+    (rows, total, weights), (others, others_total, same) = two.run(body)
+    if kind == "quorum":
+        assert sorted(rows) == sorted(others) == sorted(losses)
+        assert total == others_total == pytest.approx(sum(losses))
+    else:
+        assert (rows, others) == ([losses[0]], [losses[1]])
+        assert (total, others_total) == tuple(losses)
+    assert weights == same
+
+
 def evict(manager: Any) -> None:
     """As the lighthouse does with one whose loop makes no progress."""
     control = manager._session.control

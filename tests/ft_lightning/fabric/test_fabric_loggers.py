@@ -24,11 +24,13 @@ import ft_lightning
 
 folder = Path(sys.argv[1])
 logger = CSVLogger(folder, flush_logs_every_n_steps=1000)
-fabric = Fabric(strategy="ft_ddp", accelerator="cpu", devices=2, loggers=logger)
+strategy, devices = sys.argv[2], int(sys.argv[3])
+fabric = Fabric(strategy=strategy, accelerator="cpu", devices=devices, loggers=logger)
 fabric.launch()
 fabric.log("batch_size", 4, step=0)
 net = torch.nn.Linear(4, 1)
-model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+model = fabric.setup(net)
+optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))
 data = TensorDataset(torch.randn(40, 4))
 loader = fabric.setup_dataloaders(DataLoader(data, 4))
 lasts = 0
@@ -54,7 +56,7 @@ for epoch in fabric.strategy.epochs(1_000_000):
         optimizer.zero_grad()
         time.sleep(0.02)
         step = fabric.strategy.current_step
-        lasts = lasts + 1 if fabric.strategy.num_participants == 2 else 0
+        lasts = lasts + 1 if fabric.strategy.num_participants == devices else 0
         dies("before")
         fabric.log("loss", loss, step=step)
         dies("after")
@@ -66,11 +68,14 @@ logger.save()
 """
 
 
-def test_one_file_has_each_row_once_when_leaders_are_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "devices"), [("ft_ddp", 2), ("ft_fsdp", 4)])
+def test_one_file_has_each_row_once_when_leaders_are_killed(
+    tmp_path: Path, strategy: str, devices: int
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOGS)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = workers.run("lightning", [str(script), str(tmp_path)], env=env)
+    done = workers.run("lightning", [str(script), str(tmp_path), strategy, str(devices)], env=env)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "before").exists()
     assert (tmp_path / "after").exists()

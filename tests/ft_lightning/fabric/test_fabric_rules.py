@@ -353,6 +353,20 @@ def test_a_loader_that_the_script_drops_is_not_kept(fabric: Any) -> None:
     assert len(list(first)) == 1
 
 
+def test_a_loader_may_outlive_the_names_of_modules(
+    fabric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of a script's own names does when Python ends. It had printed a TypeError for each loader."""
+    from ft_lightning.fabric import loop_position
+
+    loader = fabric.setup_dataloaders(data(1))
+    place = fabric.strategy.progress.places[0]
+    for name in [name for name in vars(loop_position) if not name.startswith("__")]:
+        monkeypatch.setattr(loop_position, name, None)
+    del loader  # what it raises is an error of the test
+    assert place.known is None
+
+
 def test_a_compiled_model_is_compiled_around_what_reduces(fabric: Any) -> None:
     torch.manual_seed(5)
     net = nn.Linear(1, 1)
