@@ -176,8 +176,8 @@ def _determine_best_metric(
 
 
 def _know_the_best(trainer: Any, runtime: Runtime) -> bool:
-    """A process that fast-forwards has no metrics. Whether a step was the best so far, and so was
-    saved with a barrier, it knows from its peers' state. False: this process decides by its metrics."""
+    """A process that fast-forwards has no metrics. Whether a step was the best so far it knows from its peers' state.
+    False: this process decides by its metrics."""
     shared = shared_by(trainer)
     if runtime.live or shared is None or not shared.peers_state:
         return False
@@ -368,7 +368,6 @@ def _checkpoint(
     runtime: Runtime, original: Any, self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
 ) -> None:
     """All processes call it."""
-    _know_the_best(self, runtime)
     state, run_dir = self.state, self._get_output_dir(trial=trial)
     final = os.path.join(run_dir, f"checkpoint-{state.global_step}")
 

@@ -52,11 +52,14 @@ class SharedTrainerState(FollowsTheScript):
         if begun := self.peers_state.get("begun"):
             trainer._globalstep_last_logged = begun["last_logged"]
             trainer._total_loss_scalar = begun["total_loss"]
+            # With which Trainer saves: if there is one, it has the processes wait for each other.
+            trainer.state.best_global_step = begun["best"]
             if begun["scheduler"] is not None:
                 scheduler.load_state_dict(copy.deepcopy(begun["scheduler"]))
         self._begun = {
             "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
             "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
+            "best": trainer.state.best_global_step,
             "scheduler": None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
         }
 

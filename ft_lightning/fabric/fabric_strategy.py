@@ -87,7 +87,7 @@ class FabricSavesMixin(FabricLoggersMixin):
             wrote = self._save(path, state, storage_options=storage_options, filter=filter)
             if not self._meets():
                 while (known := self._window.answer()) is not None and not float(known) > 0:
-                    pass  # its peers are past it: what they have heard is for no later call
+                    pass  # of the rounds of this save that the peers have had: not the answers of a later call
                 if not wrote and self._follows():
                     kept = copied(self._convert_stateful_objects_in_state(state, filter or {}))
                     self._held.hold(partial(self._write, path, kept, storage_options))

@@ -460,6 +460,32 @@ def test_the_main_process_dies_in_the_last_checkpoint_and_the_other_writes_it(
     assert digest(written) == json.loads((tmp_path / "1.end").read_text())["weights"]
 
 
+@enters_the_loop
+def test_one_that_comes_back_behind_a_save_and_an_evaluation_does_what_its_peers_did(
+    tmp_path: Path,
+) -> None:
+    """No evaluation was before the save, so it is written without Trainer's barrier for the best checkpoint. Where the
+    peers are now there is a best one: the process that came back waited at that barrier, which answered with what
+    they had agreed on about the save; and so on, until it ended."""
+    found, said = protected(
+        TRAINER,
+        tmp_path / "ft",
+        "--save_steps",
+        "4",
+        "--max_steps",
+        "4",
+        "--evaluated",
+        "8",
+        kills="0:0:writing:1",
+        min_replicas=1,
+        hold=tmp_path,
+        TRAINER_HOLD_AT="predicting:",
+    )
+    assert "failed with" not in said
+    same(*found)
+    assert found[0]["checkpoints"] == ["checkpoint-4"]
+
+
 def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:
     """One process of a group is killed; the group comes back as a whole. The oracle's two processes
     have had the same batches in two halves: equal to rounding, and all four bit for bit."""

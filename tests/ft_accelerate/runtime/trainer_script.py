@@ -121,7 +121,8 @@ class Watch(TrainerCallback):
 
 class Hold(TrainerCallback):
     """TRAINER_HOLD names a folder: group 1 waits after 60 steps (or at TRAINER_HOLD_AT, "event:step") until
-    group 0, in its second life, asks for a quorum; that life begins when group 1 waits."""
+    group 0, in its second life, asks for a quorum; that life begins when group 1 waits. The event "predicting" comes
+    before a batch of an evaluation is computed."""
 
     def __init__(self) -> None:
         folder = os.environ.get("TRAINER_HOLD", "")
@@ -129,7 +130,7 @@ class Hold(TrainerCallback):
         life = os.environ.get("FT_RESTARTS", "")
         self.holds = bool(folder) and group == "1"
         self.event, _, step = os.environ.get("TRAINER_HOLD_AT", "on_step_end:60").partition(":")
-        self.step = int(step)
+        self.step = int(step or -1)
         self.events = Path(os.environ.get("FT_EVENT_LOG", ""))
         self.held, self.asked = Path(folder) / "held", Path(folder) / "asked"
         if folder and (group, life) == ("0", "1"):
@@ -148,11 +149,19 @@ class Hold(TrainerCallback):
         return object.__getattribute__(self, name)
 
     def hold(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.holds and state.global_step == self.step:
+        if state.global_step == self.step:
+            self.wait()
+
+    def wait(self) -> None:
+        if self.holds:
             self.held.touch()
             await_(self.asked.exists)
             asked = int(self.asked.read_text())
             await_(lambda: self.requests() > asked)
+
+    def before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        if self.event == "predicting" and not module.training:
+            self.wait()
 
 
 class Tracker(TrainerCallback):
@@ -224,6 +233,7 @@ def main() -> None:
     parser.add_argument("--grouped", action="store_true")
     parser.add_argument("--save_model", action="store_true")
     parser.add_argument("--tokens", action="store_true")
+    parser.add_argument("--evaluated", type=int, default=24)
     parser.add_argument("--evaluate_first", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--predict", action="store_true")
@@ -277,7 +287,9 @@ def main() -> None:
         **(sharded() if options.fsdp else {}),
     )
     tracker = Tracker(out)
-    callbacks: list[TrainerCallback] = [model.kill, Stop(options.stop_at), Hold(), watch, tracker]
+    hold = Hold()
+    model.register_forward_pre_hook(hold.before_forward)
+    callbacks: list[TrainerCallback] = [model.kill, Stop(options.stop_at), hold, watch, tracker]
     if options.patience:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     if options.save_better:
@@ -286,7 +298,7 @@ def main() -> None:
         model=model,
         args=arguments,
         train_dataset=Sources(["argparse", "ast", "abc"], 200),
-        eval_dataset=Sources(["bisect", "calendar"], 24),
+        eval_dataset=Sources(["bisect", "calendar"], options.evaluated),
         callbacks=callbacks,
     )
     if options.evaluate_first:
