@@ -234,7 +234,8 @@ class Slot:
 
     def shut_down(self) -> None:
         """Python shuts down, and this process may be killed in that. If its training is over, the script
-        has written all, unless it ends with an error. (`sys.exit(3)` can't be seen here: the exit code tells.)"""
+        has written all, unless it ends with an error. (`sys.exit(3)` is seen here only within `reported`; else the exit
+        code tells.)"""
         if self._over and not hasattr(sys, "last_value"):
             self.training(SCRIPT, over=True)
 
@@ -462,7 +463,7 @@ def slot() -> Slot:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """The supervisor is told the error that leaves this."""
+    """The supervisor is told the error that leaves this, and exit hooks are (`sys.last_value`)."""
     try:
         yield
     except BaseException as error:
@@ -470,6 +471,8 @@ def reported() -> Iterator[None]:
             slot().failed(f"{type(error).__name__}: {error}")
         elif isinstance(error.code, str):
             slot().failed(error.code)
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            sys.last_value = error  # which Python leaves for exit hooks, but not of `sys.exit(3)`
         raise
 
 

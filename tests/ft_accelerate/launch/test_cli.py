@@ -207,3 +207,36 @@ def test_accelerates_own_scripts(name: str, cold: bool, tmp_path: Path) -> None:
     else:
         done = workers.run("accelerate", command[1:], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("ends", "code", "finishes"),
+    [("sys.exit(3)", 3, False), ("sys.exit('of no use')", 1, False), ("sys.exit()", 0, True)],
+)
+def test_a_script_that_exits_with_an_error_has_not_finished(
+    ends: str, code: int, finishes: bool, tmp_path: Path
+) -> None:
+    """As one does whose own handler of SIGTERM exits. Its peers heard that the training is over, and ended when it was
+    not back within the join timeout."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from accelerate import Accelerator\n"
+        "from ft_core.manager import Manager\n"
+        "shut_down = Manager.shutdown\n"
+        "def shutdown(manager, *args, finished=False, **kwargs):\n"
+        "    print('finished' if finished else 'gone')\n"
+        "    shut_down(manager, *args, finished=finished, **kwargs)\n"
+        "Manager.shutdown = shutdown\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "model, loader = accelerator.prepare(\n"
+        "    torch.nn.Linear(4, 1), torch.utils.data.DataLoader(torch.randn(8, 4)))\n"
+        "for batch in loader:\n"
+        "    accelerator.backward(model(batch).sum())\n"
+        f"    {ends}\n"
+    )
+    env = installed(tmp_path, NUM_REPLICA_GROUPS="1", REPLICA_GROUP_ID="0")
+    done = workers.run("accelerate", ["-m", "ft_accelerate.run", str(script)], env=env)
+    assert done.returncode == code, done.stderr
+    assert set(done.stdout.split()) == {"finished" if finishes else "gone"}, done.stderr
