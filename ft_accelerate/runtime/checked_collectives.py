@@ -51,6 +51,11 @@ class Kind(IntEnum):
     BARRIER = 7
     PARAMETERS = 8
 
+    @property
+    def what(self) -> str:
+        """In words."""
+        return NAMES[self]
+
 
 NAMES = {
     Kind.GRADIENTS: "a gradient step",
@@ -127,7 +132,7 @@ class Header(NamedTuple):
     def in_words(self) -> str:
         batch = "" if self.batch == UNKNOWN else f"batch {self.batch + 1:,} of a pass, "
         size = f"try {self.tries} of a batch size, " if self.tries else ""
-        return f"{NAMES[Kind(self.kind)]} ({size}{batch}event {self.event} of its script)"
+        return f"{Kind(self.kind).what} ({size}{batch}event {self.event} of its script)"
 
 
 class Diverged(RuntimeError):

@@ -399,11 +399,11 @@ class Runtime:
         )
         if agreed is not None:
             result = agreed.result
-            self.position.log(result if keep else None, size(result) if keep else 0)
+            self.position.log(kind.what, result if keep else None, size(result) if keep else 0)
             return result
         if self.position.phase is Phase.FAST_FORWARD:
             return alone()
-        result = self.position.replay_op()
+        result = self.position.replay_op(kind.what)
         return alone() if result is None else result
 
     def begin_early(self, kind: Kind, attempt: Attempt) -> Any:
@@ -656,13 +656,13 @@ class Runtime:
             manager.shutdown(finished=finished and self.live)
 
     def _at_exit(self) -> None:
-        """The script has ended: without `end_training`, in a pass over data, or by an error?"""
+        """The script has ended: without `end_training`, or by an error?"""
         if hasattr(sys, "last_value") or self._sigterm.noted:
             self.close()
             return
         if self.ends_early():
             self._end_early(EARLY)
-        self.close(finished=not self.position.active)
+        self.close(finished=True)
         if self._finished:
             self.comes_to_another_place()
             self.saves.outlive(slot(), self.group_ranks.as_one)

@@ -52,6 +52,12 @@ EARLY = (
     "registered with accelerator.register_for_checkpointing"
 )
 
+ANOTHER_PATH = (
+    "this process came back, but its script took another path than its peers' ({}): let the same values decide about "
+    "loops and calls everywhere, and register objects that hold such values with "
+    "accelerator.register_for_checkpointing"
+)
+
 LATER = (
     "its peers are in a later training of the script (they have prepared more models, or called "
     "Trainer.train more often). What was trained before can't be trained again without them, so they go "
@@ -135,7 +141,7 @@ class Target:
 
     Attributes:
         window: place at which its window began; None: before the first training batch.
-        ops: results of the operations since then, in order; None: not kept.
+        ops: (what, result) of the operations since then, in order; None: the result was not kept.
         grads: gradient steps committed since then.
         active: (seq, yielded, generator state) of the loader iterations under way, and of those that were since the
             window began: their last batches may have to be read again.
@@ -272,12 +278,12 @@ class ScriptPosition:
 
     # ------------------------------------------------------------------ events
 
-    def log(self, result: Any, nbytes: int) -> None:
+    def log(self, what: str, result: Any, nbytes: int) -> None:
         """An operation is done: keep its result for processes that come back in this window."""
         self.events += 1
         self.agreed += 1
         self._logged_bytes += nbytes
-        self.ops.append(result if self._logged_bytes <= MAX_LOGGED_BYTES else None)
+        self.ops.append((what, result if self._logged_bytes <= MAX_LOGGED_BYTES else None))
 
     def backward_raised(self) -> None:
         """A backward pass that was to average gradients has raised."""
@@ -493,27 +499,30 @@ class ScriptPosition:
         seq, batch = target.window
         if (iteration.seq, iteration.yielded) != (seq, batch):
             if iteration.seq > seq and all(i.seq != seq for i in self.active):
-                raise RuntimeError(
-                    "this process came back, but its script took another path than its peers' "
-                    f"(it begins pass {iteration.seq} over its data loaders, they are in pass "
-                    f"{seq}): let the same values decide about loops everywhere, and register "
-                    "objects that hold such values with accelerator.register_for_checkpointing"
+                here = (
+                    f"it begins pass {iteration.seq} over its data loaders, they are in pass {seq}"
                 )
+                raise RuntimeError(ANOTHER_PATH.format(here))
             return False
         self._begin_window(target.window)
         self.events = target.events - len(target.ops) - target.grads
         self.phase, self.pending = Phase.REPLAY, False
         return True
 
-    def replay_op(self) -> Any:
-        """The result that the peers got at this place, or None if it was not kept."""
+    def replay_op(self, what: str) -> Any:
+        """The result that the peers got at this place, or None if it was not kept. Raises RuntimeError if it is not
+        that of `what`, to which this script has come."""
         target = self.target
         assert self.phase is Phase.REPLAY and target is not None
         result = None
         if len(self.ops) < len(target.ops):
-            result = target.ops[len(self.ops)]
+            theirs, result = target.ops[len(self.ops)]
+            if theirs != what:
+                raise RuntimeError(
+                    ANOTHER_PATH.format(f"it comes to {what}, they came to {theirs}")
+                )
         self.events += 1
-        self.ops.append(result)
+        self.ops.append((what, result))
         return result
 
     def replay_grad(self) -> None:

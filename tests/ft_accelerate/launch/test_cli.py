@@ -14,6 +14,7 @@ from ft_accelerate.launch import command as cli
 from ft_core.launch.restarts import AWAY_EXIT_CODE
 from tests.ft_accelerate.installed import installed
 from tests.harness import workers
+from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.waiting import PATIENCE_S
 
 FT = [sys.executable, "-m", "ft_accelerate"]
@@ -212,13 +213,18 @@ def test_accelerates_own_scripts(name: str, cold: bool, tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("ends", "code", "finishes"),
-    [("sys.exit(3)", 3, False), ("sys.exit('of no use')", 1, False), ("sys.exit()", 0, True)],
+    [
+        ("sys.exit(3)", 3, False),
+        ("sys.exit('of no use')", 1, False),
+        ("sys.exit()", 0, True),
+        ("break", 0, True),
+    ],
 )
-def test_a_script_that_exits_with_an_error_has_not_finished(
+def test_a_script_has_finished_unless_it_ends_with_an_error(
     ends: str, code: int, finishes: bool, tmp_path: Path
 ) -> None:
-    """As one does whose own handler of SIGTERM exits. Its peers heard that the training is over, and ended when it was
-    not back within the join timeout."""
+    """As one does whose own handler of SIGTERM exits: its peers heard that the training is over, and ended when it was
+    not back within the join timeout. Also within a pass over its data, which it may hold as an iterator."""
     script = tmp_path / "train.py"
     script.write_text(
         "import sys, torch\n"
@@ -232,11 +238,14 @@ def test_a_script_that_exits_with_an_error_has_not_finished(
         "accelerator = Accelerator(cpu=True)\n"
         "model, loader = accelerator.prepare(\n"
         "    torch.nn.Linear(4, 1), torch.utils.data.DataLoader(torch.randn(8, 4)))\n"
-        "for batch in loader:\n"
+        "batches = iter(loader)\n"
+        "for batch in batches:\n"
         "    accelerator.backward(model(batch).sum())\n"
         f"    {ends}\n"
     )
     env = installed(tmp_path, NUM_REPLICA_GROUPS="1", REPLICA_GROUP_ID="0")
-    done = workers.run("accelerate", ["-m", "ft_accelerate.run", str(script)], env=env)
+    with patient_lighthouse() as server:
+        env["TORCHFT_LIGHTHOUSE"] = server.address()
+        done = workers.run("accelerate", ["-m", "ft_accelerate.run", str(script)], env=env)
     assert done.returncode == code, done.stderr
     assert set(done.stdout.split()) == {"finished" if finishes else "gone"}, done.stderr

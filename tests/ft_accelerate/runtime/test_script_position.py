@@ -75,8 +75,8 @@ def test_a_script_knows_how_much_it_was_led_past() -> None:
     position = ScriptPosition()
     position.relocate(peers(events=0, window=None))  # all begin with the state of one
     assert position.settle("fetch") and position.missed == 0
-    position.log("a", 0)
-    position.log("b", 0)
+    position.log("gather", "a", 0)
+    position.log("gather", "b", 0)
     position.relocate(peers())
     position.relocate(peers(events=9))  # it has joined again on its way
     assert position.arrive(run_to(position, [3, 2])) and position.settle("fetch")
@@ -95,12 +95,12 @@ def test_the_main_process_is_the_first_whose_script_was_always_there() -> None:
 
 def test_operations_before_the_gradient_step_are_replayed_with_real_work() -> None:
     position = ScriptPosition()
-    position.relocate(peers(ops=("a", "b"), at="op"))
+    position.relocate(peers(ops=(("gather", "a"), ("gather", "b")), at="op"))
     assert position.arrive(run_to(position, [3, 2]))
     assert position.phase is Phase.REPLAY
     assert not position.grad_is_done
     assert not position.settle("op")
-    assert [position.replay_op(), position.replay_op()] == ["a", "b"]
+    assert [position.replay_op("gather"), position.replay_op("gather")] == ["a", "b"]
     assert position.settle("op")
     assert position.phase is Phase.LIVE
 
@@ -118,23 +118,34 @@ def test_one_whose_peers_have_used_the_windows_batches_goes_live_at_their_event(
 
 def test_a_gradient_step_of_the_peers_is_not_done_again() -> None:
     position = ScriptPosition()
-    position.relocate(peers(ops=("a",), grads=1, at="op"))
+    position.relocate(peers(ops=(("gather", "a"),), grads=1, at="op"))
     assert position.arrive(run_to(position, [3, 2]))
     assert position.phase is Phase.REPLAY  # what comes after may need what is computed here
-    position.replay_op()
+    position.replay_op("gather")
     assert position.grad_is_done
     position.replay_grad()
     assert position.settle("op")
+
+
+def test_an_operation_is_not_answered_with_the_result_of_another() -> None:
+    position = ScriptPosition()
+    position.relocate(peers(ops=(("gather", "a"), ("reduce", "b")), at="op"))
+    assert position.arrive(run_to(position, [3, 2]))
+    assert position.replay_op("gather") == "a"
+    with pytest.raises(RuntimeError, match=r"took another path .* to gather, they came to reduce"):
+        position.replay_op("gather")
 
 
 def test_in_the_same_window_what_was_done_here_is_not_replayed() -> None:
     position = ScriptPosition()
     iteration = position.begin(None)
     position.open_window(iteration)
-    position.log("a", 0)
-    position.relocate(peers(window=(0, 0), ops=("a", "b"), grads=1, at="op"))
+    position.log("gather", "a", 0)
+    position.relocate(
+        peers(window=(0, 0), ops=(("gather", "a"), ("gather", "b")), grads=1, at="op")
+    )
     assert position.phase is Phase.REPLAY
-    assert position.replay_op() == "b"
+    assert position.replay_op("gather") == "b"
     assert position.grad_is_done
 
 
@@ -145,13 +156,13 @@ def test_a_step_that_was_left_out_has_ended_the_peers_window(later: int) -> None
     iteration = position.begin(None)
     position.open_window(iteration)
     iteration.yielded += 1
-    position.log("before", 0)
+    position.log("gather", "before", 0)
     position.graded()
     for _ in range(1 + later):
         position.open_window(iteration)
         iteration.yielded += 1
-    position.log("a", 0)
-    position.relocate(peers(window=(0, 1), ops=("a",), grads=0, at="grad"))
+    position.log("gather", "a", 0)
+    position.relocate(peers(window=(0, 1), ops=(("gather", "a"),), grads=0, at="grad"))
     assert position.phase is Phase.REPLAY
     assert not position.grad_is_done
     assert not position.op_is_done
@@ -187,9 +198,9 @@ def test_windows_begin_where_an_optimizer_has_stepped() -> None:
     iteration = position.begin(None)
     position.open_window(iteration)
     iteration.yielded = 1
-    position.log("a", 1)
+    position.log("gather", "a", 1)
     position.open_window(iteration)  # accumulation goes on
-    assert position.describe("op").ops == ("a",)
+    assert position.describe("op").ops == (("gather", "a"),)
     position.graded()
     assert position.describe("op").pending
     position.step_taken()
@@ -200,9 +211,9 @@ def test_windows_begin_where_an_optimizer_has_stepped() -> None:
 def test_large_results_are_not_kept() -> None:
     position = ScriptPosition()
     position.open_window(position.begin(None))
-    position.log("small", 10)
-    position.log("large", 1 << 40)
-    assert position.ops == ["small", None]
+    position.log("gather", "small", 10)
+    position.log("gather", "large", 1 << 40)
+    assert position.ops == [("gather", "small"), ("gather", None)]
 
 
 def test_norms_of_gradients_are_the_peers_as_far_as_they_have_asked_for_them() -> None:
@@ -367,14 +378,14 @@ def test_a_try_that_its_peers_have_just_begun_is_entered_at_their_operation() ->
     peer = searching(2)
     peer.begin_try(again=True)
     assert peer.window is None and peer.stepped and not peer.pending
-    peer.log(None, 0)
+    peer.log("gather", None, 0)
     position = searching(1)
     position.relocate(peer.describe("op"))
     assert position.phase is Phase.FAST_FORWARD
     position.begin_try(again=True)
     position.begin_try(again=True)
     assert position.phase is Phase.REPLAY and position.op_is_done
-    position.replay_op()
+    position.replay_op("gather")
     assert position.settle("op")
 
 
