@@ -469,10 +469,10 @@ def reported() -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, SystemExit):
             slot().failed(f"{type(error).__name__}: {error}")
-        elif isinstance(error.code, str):
-            slot().failed(error.code)
-        if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            sys.last_value = error  # which Python leaves for exit hooks, but not of `sys.exit(3)`
+        elif error.code not in (None, 0):
+            sys.last_value = error  # which Python leaves of all errors but this one
+            if isinstance(error.code, str):
+                slot().failed(error.code)
         raise
 
 

@@ -204,9 +204,8 @@ def begin_pass(loader: Any) -> None:
     if stream is not None and stream in _placed:
         _placed.discard(stream)
         stream.load_state_dict({})
-        if (
-            owner := _owner_of(loader)
-        ) is not None:  # torchdata's loaders load theirs into the stream
+        owner = _owner_of(loader)
+        if owner is not None:  # torchdata's loader, which loads its state into the stream
             owner.load_state_dict({})
 
 
