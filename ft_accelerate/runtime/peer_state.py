@@ -1,7 +1,7 @@
 """What a process that comes back takes from its peers: all that `save_state` would save, and more.
 
 Models, optimizers, schedulers, scaler, registered objects, generators and seeds of the data loaders'
-samplers, states of stateful loaders, the number of the next checkpoint, torch's random numbers (`Numbers`).
+samplers, states of stateful loaders, the number of the next checkpoint. And what was where the window began (`Begun`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ft_accelerate.runtime.divided_data import generator_of, seeded_sampler
+from ft_accelerate.runtime.models import FollowsTheScript
 from ft_accelerate.runtime.script_position import Iteration, Target
 from ft_core.heal import digest
 from ft_core.heal.random_numbers import RandomNumbers
@@ -80,21 +82,26 @@ def target_in(state: dict[str, Any]) -> Target:
 
 
 def restore(
-    accelerators: Accelerators, state: dict[str, Any], *, models: bool, arrived: bool = True
+    accelerators: Accelerators,
+    state: dict[str, Any],
+    *,
+    models: bool,
+    arrived: bool = True,
+    registered: bool = True,
 ) -> None:
     """Put a dumped state in place; it stays usable for another call.
 
     An accelerator that is not in the state keeps what it has: the peers' one is gone. `models` False:
     not parameters and moments, which a graph under way may refer to. `arrived` False: the script is on
     its way to the state's place, and may add parameter groups to its optimizers before it is there; of
-    those that it lacks nothing is loaded. Raises RuntimeError if the script has prepared other things
-    than its peers' scripts.
+    those that it lacks nothing is loaded. `registered` False: not what the script has registered, which is that of
+    its own place. Raises RuntimeError if the script has prepared other things than its peers' scripts.
     """
     for number, accelerator in accelerators.items():
         if (its := state["accelerators"].get(str(number))) is not None:
             if arrived:
                 _refuse_other_groups(accelerator, its)
-            _restore_one(accelerator, its, models=models)
+            _restore_one(accelerator, its, models=models, registered=registered)
 
 
 def _refuse_other_groups(accelerator: Any, state: dict[str, Any]) -> None:
@@ -108,7 +115,9 @@ def _refuse_other_groups(accelerator: Any, state: dict[str, Any]) -> None:
             )
 
 
-def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
+def _restore_one(
+    accelerator: Any, state: dict[str, Any], *, models: bool, registered: bool
+) -> None:
     for name, mine in (
         ("models", accelerator._models),
         ("optimizers", accelerator._optimizers),
@@ -137,7 +146,8 @@ def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> No
     if accelerator.scaler is not None and state["scaler"] is not None:
         accelerator.scaler.load_state_dict(copy.deepcopy(state["scaler"]))
     for thing, values in zip(accelerator._custom_objects, state["custom"], strict=True):
-        thing.load_state_dict(copy.deepcopy(values))
+        if registered or isinstance(thing, FollowsTheScript):
+            thing.load_state_dict(copy.deepcopy(values))
     accelerator.project_configuration.iteration = state["save_iteration"]
     for generator, value in zip(_generators_of_one(accelerator), state["generators"], strict=False):
         generator.set_state(value)
@@ -220,23 +230,65 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-class Numbers(RandomNumbers):
-    """Marked where a window begins. A process that its script has seeded otherwise than its peers, and that was led
-    through its past, is seeded anew when it has come to them: else it would draw once more what it drew at its start."""
+LARGEST_KEPT = 64 * 1024
+"""Bytes of arrays in a registered object that is kept as it was where the window began."""
+
+
+class Begun:
+    """What was where the window began, with which a process that comes back computes it once more: torch's random
+    numbers, and what the script has registered. Of that its peers' values are further, and would have it decide
+    otherwise than they have decided there: whether a loss is the best, say, and so which operations follow. An object
+    with large arrays (averages of weights) decides about nothing, and is not kept.
+
+    A process that its script has seeded otherwise than its peers, and that was led through its past, is seeded anew
+    when it has come to them: else it would draw once more what it drew at its start. The loop's thread only.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._numbers = RandomNumbers()
         self._lack_draws = False
+        self._registered: dict[str, list[Any]] = {}
+        self._large: set[tuple[int, int]] = set()
+
+    def mark(self, accelerators: Accelerators) -> None:
+        """A window begins."""
+        self._numbers.mark()
+        self._registered = {
+            str(n): [self._kept((n, i), thing) for i, thing in enumerate(each._custom_objects)]
+            for n, each in accelerators.items()
+        }
+
+    def _kept(self, place: tuple[int, int], thing: Any) -> Any:
+        """A copy of its state; None: it is not kept."""
+        if place in self._large or isinstance(thing, FollowsTheScript):
+            return None
+        state = thing.state_dict()
+        if sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(state)) > LARGEST_KEPT:
+            self._large.add(place)
+            return None
+        return copy.deepcopy(state)
+
+    def marked(self) -> dict[str, Any]:
+        """For a peer that comes to this window."""
+        return {"numbers": self._numbers.marked(), "registered": self._registered}
 
     def relocated(self, *, remembers: bool) -> None:
         """A peer's state was taken. `remembers`: the script runs through a past in which it draws nothing, or less."""
         self._lack_draws |= remembers
 
-    def arrive(self, state: dict[str, Any]) -> None:
+    def arrive(self, accelerators: Accelerators, state: dict[str, Any]) -> None:
         """The script stands where the window of its peers, who have dumped `state`, began."""
-        if self.take(state["numbers"]):
-            self.put_back()
+        if self._numbers.take(state["numbers"]):
+            self._numbers.put_back()
             self._lack_draws = False
+        self._registered = state["registered"]
+        for number, accelerator in accelerators.items():
+            its = state["accelerators"].get(str(number), {}).get("custom", ())
+            begun = self._registered.get(str(number), ())
+            both = zip_longest(its, begun[: len(its)])
+            for thing, (now, then) in zip(accelerator._custom_objects, both, strict=False):
+                if not isinstance(thing, FollowsTheScript):
+                    thing.load_state_dict(copy.deepcopy(now if then is None else then))
 
     def go_live(self, *numbers: int) -> None:
         """`numbers`: which no other process or moment has."""

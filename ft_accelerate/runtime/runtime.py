@@ -82,7 +82,7 @@ class Runtime:
         self.position, self.prepared = ScriptPosition(), Prepared()
         self.means = Means(self.prepared, self.position)
         self._weights = states.Weights(lambda: self.prepared.accelerators)
-        self._numbers = states.Numbers()
+        self._begun = states.Begun()
         self._data = DividedData.of(ranks, self.position)
         alone, longest_s = place.group_world_size == 1, LONGEST * options.timeout_s
         self._catch_up = CatchUp(self.position, measures=alone, longest_s=longest_s)
@@ -258,10 +258,9 @@ class Runtime:
                     self._manager.report_error(RuntimeError(LEFT_BATCH))
                     self._vote()
             if position.open_window(iteration):
-                self._numbers.mark()
-            if self._open:
-                break
-            self._begin("fetch")
+                self._begun.mark(self.prepared.accelerators)
+            if not self._open:
+                self._begin("fetch")
             if self.live:
                 break
         if self.manager is not None and self._data is not None:
@@ -269,11 +268,11 @@ class Runtime:
 
     def _arrived(self) -> None:
         """The script stands where its peers' window began: forget what it did in its past."""
-        self._restore(models=True, arrived=False)
+        self._restore()
         for optimizer in self.prepared.optimizers:
             optimizer.zero_grad()
         if self._healed is not None:
-            self._numbers.arrive(self._healed)
+            self._begun.arrive(self.prepared.accelerators, self._healed)
 
     def _go_live_if_there(self, at: str) -> None:
         """Go live if the peers have done no more. One that has left meanwhile asks them first: they have gone on."""
@@ -286,13 +285,13 @@ class Runtime:
             if self.position.missed > missed and (place := self.position.in_words()):
                 away = after(time.monotonic() - self._there_at)
                 self.group_ranks.tell(f"is back at {place}{away and ','}{away}")
-            self._restore(models=target.at == "fetch", arrived=True)
+            self._restore(models=target.at == "fetch")
             self.means.arrived(within_backward=target.at == "grad")
             self._healed = None
             self._catch_up.live()
             for arrived in self.on_live:
                 arrived()
-            self._numbers.go_live(self.group_ranks.number, target.events)
+            self._begun.go_live(self.group_ranks.number, target.events)
             log.info("live at event %s of the script", target.events)
 
     def step_left_out(self) -> None:
@@ -311,10 +310,11 @@ class Runtime:
         if text := self._catch_up.news(now):
             self.group_ranks.tell(text)
 
-    def _restore(self, *, models: bool, arrived: bool) -> None:
+    def _restore(self, *, models: bool = True) -> None:
         thaw(self.prepared.registered)
         if (healed := self._healed) is not None:
-            states.restore(self.prepared.accelerators, healed, models=models, arrived=arrived)
+            here = {"arrived": self.live, "registered": not self.position.replays}
+            states.restore(self.prepared.accelerators, healed, models=models, **here)
 
     # ------------------------------------------------------------------ gradients
 
@@ -597,7 +597,7 @@ class Runtime:
             return self._healed  # this script is on its way there, and so are parts of its state
         state = states.dump(self.prepared.accelerators, self.position.describe(self._at))
         state["gradients"] = self.means.given(within_backward=self._at == "grad")
-        state["numbers"] = self._numbers.marked()
+        state.update(self._begun.marked())
         return states.copied(state) if self.serve_copies else state
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -607,7 +607,7 @@ class Runtime:
             raise TrainingOver(LATER)
         self._healed, self._untaken, place = state, True, target.window or (0, 0)
         self.position.relocate(target)
-        self._numbers.relocated(remembers=self.position.remembers)
+        self._begun.relocated(remembers=self.position.remembers)
         self.means.peers = state["gradients"]
         self._take()
         log.info("healed; the others are in pass %s over the loaders, batch %s", *place)
@@ -616,7 +616,7 @@ class Runtime:
         """Put what has healed in place, once this script has prepared what its peers had prepared."""
         if self._untaken and not (self.live or self.prepared.adding or self.position.given_up):
             self._untaken = False
-            self._restore(models=True, arrived=False)
+            self._restore()
             if self.position.remembers:
                 freeze(self.prepared.registered)
 

@@ -478,6 +478,11 @@ class ScriptPosition:
         return self.target is not None and self.target.window is None
 
     @property
+    def replays(self) -> bool:
+        """Whether the script computes what its peers have done, as they did."""
+        return self.phase is Phase.REPLAY and not self.remembers
+
+    @property
     def remembers(self) -> bool:
         """Whether models answer from memory.
 

@@ -1,0 +1,81 @@
+"""A script decides by registered values which operations follow, and the main process dies behind such a decision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ft_accelerate.harness import said_by
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+import os, signal, sys, torch
+from accelerate import Accelerator
+
+class Best:
+    def __init__(self):
+        self.loss, self.saves = float("inf"), 0
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+class Average:
+    def __init__(self, model):
+        self.weights = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def update(self, model):
+        for name, value in model.state_dict().items():
+            self.weights[name].lerp_(value, 0.5)
+
+    def state_dict(self):
+        return self.weights
+
+    def load_state_dict(self, state):
+        for name, value in state.items():
+            self.weights[name].copy_(value)
+
+torch.manual_seed(0)
+life = os.environ.get("FT_RESTARTS", "0")
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(20_000, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+loader = torch.utils.data.DataLoader(torch.randn(24, 20_000), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+best, average = Best(), Average(accelerator.unwrap_model(model))
+accelerator.register_for_checkpointing(best, average)
+for epoch in range(4):
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update(accelerator.unwrap_model(model))
+    loss = accelerator.gather(model(batch).square().mean().detach()).mean().item()
+    if loss < best.loss:
+        best.loss, best.saves = loss, best.saves + 1
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process and (life, epoch) == DIES:
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert accelerator.gather(torch.tensor([epoch])).tolist() == [epoch, epoch]
+weights = accelerator.unwrap_model(model).weight.sum().item(), average.weights["weight"].sum().item()
+print("end", *weights, best.saves, flush=True)
+"""
+
+
+def ends(said: str) -> set[str]:
+    return {line for line in said.splitlines() if line.startswith("end ")}
+
+
+def test_the_main_process_dies_where_the_best_model_is_saved(tmp_path: Path) -> None:
+    """The script registers the best loss, as the docs ask for. Its peer's was that of the save already, so the process
+    that came back did not come to the save, in each of its lives."""
+    found = []
+    for name, dies in (("killed", ("0", 2)), ("whole", None)):
+        (tmp_path / name).mkdir()
+        found.append(ends(said_by(SCRIPT.replace("DIES", repr(dies)), tmp_path / name, 1, 30)))
+    assert len(found[0]) == 1 and found[0] == found[1]
+    assert found[0].pop().endswith(" 4")
