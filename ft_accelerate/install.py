@@ -452,6 +452,15 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
     return None
 
 
+@while_active
+def _scheduler_step(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`AcceleratedScheduler.step`: also where the script computes once more what its peers have done, since it may
+    decide by the rate. They have its state."""
+    if runtime.live or runtime.position.replays:
+        return original(self, *args, **kwargs)
+    return None
+
+
 # ---------------------------------------------------------------------- a GradScaler of the script's own
 # It heals with what is registered for checkpointing. In the script's past there is no gradient in which it could
 # look for infinities, and what it would decide is decided: its scale stays that of the peers.
@@ -560,7 +569,7 @@ SEAMS = (
                 ("AcceleratedOptimizer.train", ("self",), unless_catching_up),
                 ("AcceleratedOptimizer.eval", ("self",), unless_catching_up),
             ),
-            "accelerate.scheduler": (("AcceleratedScheduler.step", ("self",), unless_catching_up),),
+            "accelerate.scheduler": (("AcceleratedScheduler.step", ("self",), _scheduler_step),),
             "accelerate.data_loader": (
                 ("is_datasets_available", (), around(whether_to_know_shards)),
                 ("DataLoaderShard.__iter__", ("self",), while_active(loaders.iterate)),

@@ -87,21 +87,24 @@ def restore(
     *,
     models: bool,
     arrived: bool = True,
-    registered: bool = True,
+    decisive: bool = True,
 ) -> None:
     """Put a dumped state in place; it stays usable for another call.
 
     An accelerator that is not in the state keeps what it has: the peers' one is gone. `models` False:
     not parameters and moments, which a graph under way may refer to. `arrived` False: the script is on
     its way to the state's place, and may add parameter groups to its optimizers before it is there; of
-    those that it lacks nothing is loaded. `registered` False: not what the script has registered, which is that of
-    its own place. Raises RuntimeError if the script has prepared other things than its peers' scripts.
+    those that it lacks nothing is loaded. And by what it decides there it has not decided yet: that is as it was where
+    the window began. `decisive` False: not that (registered objects, schedulers, hyperparameters), which is of the
+    script's own place. Raises RuntimeError if the script has prepared other things than its peers' scripts.
     """
     for number, accelerator in accelerators.items():
         if (its := state["accelerators"].get(str(number))) is not None:
             if arrived:
                 _refuse_other_groups(accelerator, its)
-            _restore_one(accelerator, its, models=models, registered=registered)
+            _restore_one(accelerator, its, models=models, decisive=decisive)
+    if decisive and not arrived:
+        begin_again(accelerators, state)
 
 
 def _refuse_other_groups(accelerator: Any, state: dict[str, Any]) -> None:
@@ -115,9 +118,7 @@ def _refuse_other_groups(accelerator: Any, state: dict[str, Any]) -> None:
             )
 
 
-def _restore_one(
-    accelerator: Any, state: dict[str, Any], *, models: bool, registered: bool
-) -> None:
+def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool, decisive: bool) -> None:
     for name, mine in (
         ("models", accelerator._models),
         ("optimizers", accelerator._optimizers),
@@ -130,6 +131,7 @@ def _restore_one(
                 f"this process has {len(mine)} {what}, its peers have {len(state[name])}: prepare "
                 "and register everything before the first training batch is asked for"
             )
+    own = None if decisive else _rates(accelerator)
     if models:
         for model, values in zip(accelerator._models, state["models"], strict=True):
             _copy_into(_unwrapped(model), values)
@@ -140,13 +142,16 @@ def _restore_one(
             if values is not None and _lacks_moments(optimizer.optimizer, values):
                 load_optimizer(optimizer.optimizer, values)
             elif values is not None:
-                _load_rates(optimizer.optimizer, values)
+                _load_rates(optimizer.optimizer, values["param_groups"])
+    if own is not None:
+        _put_rates(accelerator, own)
     for scheduler, values in zip(accelerator._schedulers, state["schedulers"], strict=True):
-        scheduler.load_state_dict(copy.deepcopy(values))
+        if decisive:
+            scheduler.load_state_dict(copy.deepcopy(values))
     if accelerator.scaler is not None and state["scaler"] is not None:
         accelerator.scaler.load_state_dict(copy.deepcopy(state["scaler"]))
     for thing, values in zip(accelerator._custom_objects, state["custom"], strict=True):
-        if registered or isinstance(thing, FollowsTheScript):
+        if decisive or isinstance(thing, FollowsTheScript):
             thing.load_state_dict(copy.deepcopy(values))
     accelerator.project_configuration.iteration = state["save_iteration"]
     for generator, value in zip(_generators_of_one(accelerator), state["generators"], strict=False):
@@ -158,10 +163,23 @@ def _restore_one(
         loader.dl_state_dict = values
 
 
-def _load_rates(optimizer: Any, values: dict[str, Any]) -> None:
-    """The hyperparameters: a scheduler that is not prepared sets them in a replay, too."""
-    for mine, theirs in zip(optimizer.param_groups, values["param_groups"], strict=False):
+def _load_rates(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """The hyperparameters: a scheduler sets them in a replay, too."""
+    for mine, theirs in zip(optimizer.param_groups, groups, strict=False):
         mine.update(copy.deepcopy({k: v for k, v in theirs.items() if k != "params"}))
+
+
+def _rates(accelerator: Any) -> list[list[dict[str, Any]]]:
+    """The hyperparameters of each optimizer's groups, copied."""
+    return [
+        [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups]
+        for groups in (each.optimizer.param_groups for each in accelerator._optimizers)
+    ]
+
+
+def _put_rates(accelerator: Any, rates: list[list[dict[str, Any]]]) -> None:
+    for optimizer, groups in zip(accelerator._optimizers, rates, strict=False):
+        _load_rates(optimizer.optimizer, groups)
 
 
 def _lacks_moments(optimizer: Any, values: dict[str, Any]) -> bool:
@@ -235,10 +253,11 @@ LARGEST_KEPT = 64 * 1024
 
 
 class Begun:
-    """What was where the window began, with which a process that comes back computes it once more: torch's random
-    numbers, and what the script has registered. Of that its peers' values are further, and would have it decide
-    otherwise than they have decided there: whether a loss is the best, say, and so which operations follow. An object
-    with large arrays (averages of weights) decides about nothing, and is not kept.
+    """What was where the window began, with which a process that comes back is led there, and computes it once more:
+    torch's random numbers, what the script has registered, schedulers and hyperparameters. Of these its peers' values
+    are further, and would have it decide otherwise than they have decided: whether a loss is the best, say, whether it
+    stops, and so which operations follow. An object with large arrays (averages of weights) decides about nothing, and
+    is not kept.
 
     A process that its script has seeded otherwise than its peers, and that was led through its past, is seeded anew
     when it has come to them: else it would draw once more what it drew at its start. The loop's thread only.
@@ -247,14 +266,20 @@ class Begun:
     def __init__(self) -> None:
         self._numbers = RandomNumbers()
         self._lack_draws = False
-        self._registered: dict[str, list[Any]] = {}
+        self._decisive: dict[str, dict[str, list[Any]]] = {}
         self._large: set[tuple[int, int]] = set()
 
     def mark(self, accelerators: Accelerators) -> None:
         """A window begins."""
         self._numbers.mark()
-        self._registered = {
-            str(n): [self._kept((n, i), thing) for i, thing in enumerate(each._custom_objects)]
+        self._decisive = {
+            str(n): {
+                "custom": [
+                    self._kept((n, i), thing) for i, thing in enumerate(each._custom_objects)
+                ],
+                "schedulers": [copy.deepcopy(s.state_dict()) for s in each._schedulers],
+                "rates": _rates(each),
+            }
             for n, each in accelerators.items()
         }
 
@@ -270,7 +295,7 @@ class Begun:
 
     def marked(self) -> dict[str, Any]:
         """For a peer that comes to this window."""
-        return {"numbers": self._numbers.marked(), "registered": self._registered}
+        return {"numbers": self._numbers.marked(), "begun": self._decisive}
 
     def relocated(self, *, remembers: bool) -> None:
         """A peer's state was taken. `remembers`: the script runs through a past in which it draws nothing, or less."""
@@ -281,20 +306,30 @@ class Begun:
         if self._numbers.take(state["numbers"]):
             self._numbers.put_back()
             self._lack_draws = False
-        self._registered = state["registered"]
-        for number, accelerator in accelerators.items():
-            its = state["accelerators"].get(str(number), {}).get("custom", ())
-            begun = self._registered.get(str(number), ())
-            both = zip_longest(its, begun[: len(its)])
-            for thing, (now, then) in zip(accelerator._custom_objects, both, strict=False):
-                if not isinstance(thing, FollowsTheScript):
-                    thing.load_state_dict(copy.deepcopy(now if then is None else then))
+        self._decisive = state["begun"]
+        begin_again(accelerators, state)
 
     def go_live(self, *numbers: int) -> None:
         """`numbers`: which no other process or moment has."""
         if self._lack_draws:
             reseed(torch.initial_seed(), *numbers)
             self._lack_draws = False
+
+
+def begin_again(accelerators: Accelerators, state: dict[str, Any]) -> None:
+    """Put in place by what a script decides, as it was where the window of its peers, who have dumped `state`, began."""
+    for number, accelerator in accelerators.items():
+        its = state["accelerators"].get(str(number), {}).get("custom", ())
+        begun = state.get("begun", {}).get(str(number), {})
+        both = zip_longest(its, begun.get("custom", ())[: len(its)])
+        for thing, (now, then) in zip(accelerator._custom_objects, both, strict=False):
+            if not isinstance(thing, FollowsTheScript):
+                thing.load_state_dict(copy.deepcopy(now if then is None else then))
+        for scheduler, values in zip(
+            accelerator._schedulers, begun.get("schedulers", ()), strict=False
+        ):
+            scheduler.load_state_dict(copy.deepcopy(values))
+        _put_rates(accelerator, begun.get("rates", []))
 
 
 class Weights:

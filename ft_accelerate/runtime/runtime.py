@@ -313,7 +313,7 @@ class Runtime:
     def _restore(self, *, models: bool = True) -> None:
         thaw(self.prepared.registered)
         if (healed := self._healed) is not None:
-            here = {"arrived": self.live, "registered": not self.position.replays}
+            here = {"arrived": self.live, "decisive": not self.position.replays}
             states.restore(self.prepared.accelerators, healed, models=models, **here)
 
     # ------------------------------------------------------------------ gradients

@@ -1,4 +1,4 @@
-"""A script decides by registered values which operations follow, and the main process dies behind such a decision."""
+"""A script decides by registered values and rates which operations follow, and a process dies behind such a decision."""
 
 from __future__ import annotations
 
@@ -66,6 +66,61 @@ print("end", *weights, best.saves, flush=True)
 """
 
 
+STOPS = """
+import os, signal, sys, torch
+from accelerate import Accelerator
+
+class Stopper:
+    def __init__(self):
+        self.best, self.bad, self.low = float("inf"), 0, 0
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+def dies(place):
+    if accelerator.process_index == 0 and os.environ.get("FT_RESTARTS", "0") == "0" and place == DIES:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+loader = torch.utils.data.DataLoader(torch.randn(24, 8), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+if PREPARED:
+    plateau = accelerator.prepare(plateau)
+else:
+    accelerator.register_for_checkpointing(plateau)
+stopper = Stopper()
+accelerator.register_for_checkpointing(stopper)
+for epoch, loss in enumerate([5, 4, 6, 3, 7, 8, 9]):
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    before = optimizer.param_groups[0]["lr"]
+    accelerator.gather(torch.tensor([epoch]))
+    plateau.step(loss)
+    rate = optimizer.param_groups[0]["lr"]
+    if rate < 5e-4 and rate < before:
+        stopper.low += 1
+        accelerator.wait_for_everyone()
+    dies(("rate", epoch))
+    assert accelerator.gather(torch.tensor([epoch])).tolist() == [epoch, epoch]
+    stopper.bad = 0 if loss < stopper.best else stopper.bad + 1
+    stopper.best = min(loss, stopper.best)
+    if stopper.bad == 2:
+        break
+dies("stopped")
+accelerator.wait_for_everyone()
+print("end", epoch, rate, stopper.low, accelerator.unwrap_model(model).weight.sum().item(), flush=True)
+"""
+
+
 def ends(said: str) -> set[str]:
     return {line for line in said.splitlines() if line.startswith("end ")}
 
@@ -79,3 +134,23 @@ def test_the_main_process_dies_where_the_best_model_is_saved(tmp_path: Path) -> 
         found.append(ends(said_by(SCRIPT.replace("DIES", repr(dies)), tmp_path / name, 1, 30)))
     assert len(found[0]) == 1 and found[0] == found[1]
     assert found[0].pop().endswith(" 4")
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_process_dies_behind_a_change_of_the_rate_or_the_decision_to_stop(
+    tmp_path: Path, prepared: bool
+) -> None:
+    """The script that came back stopped in its first epoch, since its peer had decided to stop, in each of its lives. And
+    it had its peer's lower rate where it lowered it itself, and so decided otherwise."""
+    found = []
+    for name, dies in (
+        ("rate", ("rate", 2)),
+        ("low", ("rate", 4)),
+        ("stop", "stopped"),
+        ("whole", None),
+    ):
+        (tmp_path / name).mkdir()
+        script = STOPS.replace("DIES", repr(dies)).replace("PREPARED", repr(prepared))
+        found.append(ends(said_by(script, tmp_path / name, 1, 30)))
+    assert all(len(each) == 1 and each == found[-1] for each in found)
+    assert found[0].pop().startswith("end 5 ")
