@@ -287,7 +287,8 @@ class Begun:
         """A copy of its state; None: it is not kept."""
         if place in self._large or isinstance(thing, FollowsTheScript):
             return None
-        state = thing.state_dict()
+        # A mean of losses, say, may have a graph.
+        state = tree_map_only(Tensor, Tensor.detach, thing.state_dict())
         if sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(state)) > LARGEST_KEPT:
             self._large.add(place)
             return None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ft_accelerate.runtime.peer_state import dump, load_optimizer, moments, restore
+from ft_accelerate.runtime.peer_state import Begun, dump, load_optimizer, moments, restore
 from ft_accelerate.runtime.trainer_state import SharedTrainerState
 
 
@@ -126,6 +126,18 @@ def trainer_with(callback: Any) -> Any:
         optimizer=None,
         current_flos=0.0,
     )
+
+
+def test_a_registered_sum_of_losses_may_have_a_graph() -> None:
+    """As with plain Accelerate, whose `save_state` writes it. The script ended where its second window began."""
+    loss = nn.Linear(2, 1)(torch.ones(2)).sum()
+    registered = SimpleNamespace(state_dict=lambda: {"losses": [loss]})
+    accelerator = SimpleNamespace(_custom_objects=[registered], _schedulers=[], _optimizers=[])
+    begun = Begun()
+    begun.mark({0: accelerator})
+    (kept,) = begun.marked()["begun"]["0"]["custom"]
+    assert not kept["losses"][0].requires_grad
+    assert torch.equal(kept["losses"][0], loss)
 
 
 def test_what_a_callback_exports_travels_be_it_an_argument_or_an_attribute() -> None:
