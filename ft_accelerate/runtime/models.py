@@ -406,7 +406,7 @@ def freeze(objects: Iterable[Any]) -> None:
     Drop assignments to their attributes until `thaw`; idempotent.
 
     A `GradScaler` does nothing there by itself, but for what its first use makes.
-    Objects of types that Python does not let change (slots, extension types) stay as they are.
+    Objects of types that Python does not let change (extension types) stay as they are.
     """
     for each in objects:
         kind = type(each)
@@ -436,6 +436,7 @@ def _frozen(kind: type) -> type:
         "__delattr__": __delattr__,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
+        "__slots__": (),  # an instance may change its class only if the layout stays
         _FROM_HERE: True,
     }
     return type(kind.__name__, (kind,), names)

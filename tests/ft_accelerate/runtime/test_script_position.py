@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -583,15 +584,17 @@ def test_a_frozen_object_keeps_its_attributes_and_its_type_until_it_is_thawed() 
     class Slots:
         __slots__ = ("value",)
 
-    patience, slots = Patience(), Slots()
+    patience, slots, array = Patience(), Slots(), np.zeros(1)
+    slots.value = 3
     for _ in range(2):
-        freeze([patience, slots])
+        freeze([patience, slots, array])
     assert not patience()
     assert isinstance(patience, Patience)
     assert type(patience).__name__ == "Patience"
-    slots.value = 3
+    slots.value = 4
+    array[0] = 5
     for _ in range(2):
-        thaw([patience, slots])
-    assert type(patience) is Patience
+        thaw([patience, slots, array])
+    assert type(patience) is Patience and type(slots) is Slots
     assert patience()
-    assert slots.value == 3
+    assert (slots.value, array[0]) == (3, 5)
