@@ -31,7 +31,7 @@ from torch.distributed import ReduceOp
 
 from ft_core.collectives.agreement import agree, exchange_headers
 from ft_core.collectives.retry import RetryableReducer
-from ft_lightning.fabric.loop_position import Where, Window
+from ft_lightning.fabric.loop_position import ALIKE, Where, Window
 from ft_lightning.shared.launch_env import leave_torchrun
 from ft_lightning.shared.step_collectives import (
     CopyRanks,
@@ -204,7 +204,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
 
     def _round(self, name: str, tensor: Tensor, op: str) -> Tensor | None:
         """The common result; None: nothing is sent, and this process's value counts."""
-        known = self._window.answer()
+        known = self._window.answer(name)
         if known is not None:
             return known.to(tensor.device, copy=True)
         self._window.agreed()
@@ -218,7 +218,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         self._round_of = (name, str(tensor.dtype).partition(".")[2], list(tensor.shape), op)
         call = self._round_of
         if self._open and self._options.commit == "group":
-            return self._agreed(self._exchange(call, tensor))  # with the step's own vote
+            return self._agreed(name, self._exchange(call, tensor))  # with the step's own vote
         self._lost = not self._open and manager.is_healing()  # evicted, and let in again
         if self._lost:
             return None
@@ -235,7 +235,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             self._open, self._lost = False, True
             manager.rejoin("fell behind between steps")
             return None
-        return self._agreed(agreed.result)
+        return self._agreed(name, agreed.result)
 
     def _begin_round(self) -> None:
         """Within a step its attempt is the first. A group that joins before the vote is told."""
@@ -331,9 +331,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         manager.rejoin("called something other than its peers")
         raise RuntimeError(
             f"this replica group called fabric.{call[0]}, and other replica groups called something else "
-            f"(fabric.{', fabric.'.join(sorted(others))}), or with a tensor of another shape or type: call "
-            "the same collectives in the same order in all of them, and decide about them by what heals "
-            "(strategy.epochs, strategy.batch_idx, what was given to strategy.register)"
+            f"(fabric.{', fabric.'.join(sorted(others))}), or with a tensor of another shape or type: {ALIKE}"
         )
 
     def _compare_batches(self, batch: int, number: int, theirs: int, their_number: int) -> None:
@@ -344,9 +342,9 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             self._ahead = (number, batch) > (their_number, theirs)
             self._strays = ELSEWHERE.format(batch, theirs)
 
-    def _agreed(self, result: Tensor) -> Tensor:
+    def _agreed(self, name: str, result: Tensor) -> Tensor:
         if self._in_pass():
-            self._window.results.append(result.clone())
+            self._window.results.append((name, result.clone()))
         return result
 
     def _sit_in(self, call: Call) -> None:

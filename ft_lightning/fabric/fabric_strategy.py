@@ -86,7 +86,7 @@ class FabricSavesMixin(FabricLoggersMixin):
         while True:
             wrote = self._save(path, state, storage_options=storage_options, filter=filter)
             if not self._meets():
-                while (known := self._window.answer()) is not None and not float(known) > 0:
+                while (known := self._window.answer("save")) is not None and not float(known) > 0:
                     pass  # of the rounds of this save that the peers have had: not the answers of a later call
                 if not wrote and self._follows():
                     kept = copied(self._convert_stateful_objects_in_state(state, filter or {}))
@@ -564,7 +564,7 @@ class FTFabricMixin(FabricSavesMixin):
         """Load `state`: this loop can go on at its place."""
         self._healed, self._together = True, 0
         self._window.place = WindowPlace(*state["window"])
-        self._window.results = list(state["results"])
+        self._window.results = [(call, result) for call, result in state["results"]]
         if self._votes_each_step:
             self._averaged.healed(state["gradients"])
         self._take_logs(state["logs"])

@@ -53,6 +53,11 @@ Place = tuple[int, int, bool, Any]
 """Of an iteration: its epoch and batch, whether it is under way, and the state of its draws, or of a stream."""
 
 
+ALIKE = (
+    "call the same collectives in the same order in all replica groups, and decide about them by what heals "
+    "(strategy.epochs, strategy.batch_idx, what was given to strategy.register)"
+)
+
 OF_EACH_PLACE = ("places", "data", "states")
 """In `Progress.state_dict`: lists with an item for each loader."""
 
@@ -431,15 +436,15 @@ class Window:
         arrived: this pass is where the peers are.
         fresh: there are committed gradients for an optimizer.
         place: how far this group is, or (before it has arrived) its peers are.
-        results: of the agreements since the window's first batch, in their order; heal with the
-            state. A group that joins in the middle of a window answers its own calls with them.
+        results: of the agreements since the window's first batch, (call, result) in their order; heal with
+            the state. A group that joins in the middle of a window answers its own calls with them.
     """
 
     def __init__(self) -> None:
         self.open = self.void = self.fresh = self._uncounted = False
         self.arrived = True
         self.place = WindowPlace()
-        self.results: list[Any] = []
+        self.results: list[tuple[str, Any]] = []
         self._left_out = self._passes = self._answered = 0
 
     @property
@@ -469,12 +474,18 @@ class Window:
             place = self.place
             self.place = WindowPlace(place.committed, place.passes, place.agreements + 1)
 
-    def answer(self) -> Any:
-        """What the peers got from the call at hand, before this group has come to their place."""
+    def answer(self, call: str) -> Any:
+        """What the peers got from the call at hand, before this group has come to their place. Raises RuntimeError if
+        they have called another one there."""
         if self.arrived or self.void or self._answered == len(self.results):
             return None
+        theirs, result = self.results[self._answered]
+        if theirs != call:
+            raise RuntimeError(
+                f"this process came back, and calls fabric.{call} where its peers have called fabric.{theirs}: {ALIKE}"
+            )
         self._answered += 1
-        return self.results[self._answered - 1]
+        return result
 
     def before_backward(self) -> None:
         """`fabric.backward` is called."""

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ft_core.launch.board import slot
 from ft_core.launch.kept import Card
+from ft_lightning.fabric.loop_position import Window, WindowPlace
 from lighthouse.errors import TooFewLeft
 from tests.ft_lightning.fabric.scheduled import set_up
 from tests.harness.cluster import as_child, board_of
@@ -395,6 +396,16 @@ def test_a_copy_of_a_model_that_was_set_up_keeps_its_weights(fabric: Any) -> Non
     assert target(torch.ones(1, 1)).item() == before != model(torch.ones(1, 1)).item()
     assert target.state_dict().keys() == model.state_dict().keys()
     assert fabric.strategy.current_step == 4
+
+
+def test_a_call_is_not_answered_with_what_the_peers_got_from_another() -> None:
+    window = Window()
+    window.place, window.results = WindowPlace(committed=1), [("all_reduce", 1.0), ("barrier", 2.0)]
+    window.begin()
+    assert window.answer("all_reduce") == 1.0
+    with pytest.raises(RuntimeError, match=r"calls fabric.save where .* called fabric.barrier"):
+        window.answer("save")
+    assert window.answer("barrier") == 2.0
 
 
 class Stream(IterableDataset[Any]):
