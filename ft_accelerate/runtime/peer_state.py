@@ -275,8 +275,7 @@ class Begun:
     """What was where the window began, with which a process that comes back is led there, and computes it once more:
     torch's random numbers, what the script has registered, schedulers and hyperparameters. Of these its peers' values
     are further, and would have it decide otherwise than they have decided: whether a loss is the best, say, whether it
-    stops, and so which operations follow. An object with large arrays (averages of weights) decides about nothing, and
-    is not kept.
+    stops, and so which operations follow. A large one (an average of weights) decides about nothing, and is not kept.
 
     A process that its script has seeded otherwise than its peers, and that was led through its past, is seeded anew
     when it has come to them: else it would draw once more what it drew at its start. The loop's thread only.
@@ -296,9 +295,7 @@ class Begun:
     def _mark_decisive(self, accelerators: Accelerators) -> None:
         self._decisive = {
             str(n): {
-                "custom": [
-                    self._kept((n, i), thing) for i, thing in enumerate(each._custom_objects)
-                ],
+                "custom": [self._kept((n, i), o) for i, o in enumerate(each._custom_objects)],
                 "schedulers": [copy.deepcopy(s.state_dict()) for s in each._schedulers],
                 "rates": _rates(each),
             }
@@ -309,12 +306,12 @@ class Begun:
         """Its state, pickled; b"": it is not kept."""
         if place in self._large or isinstance(thing, FollowsTheScript):
             return b""
-        kept = io.BytesIO()
+        state, kept = thing.state_dict(), io.BytesIO()
         try:
-            _Pickler(kept).dump(thing.state_dict())
+            _Pickler(kept).dump(state)
         except (
             Exception
-        ):  # of any kind: an object in it that can't be copied. Nor does it travel, which is said
+        ):  # an object in it has no copy, for any reason; nor does it travel, as is said
             return b""
         if kept.tell() > LARGEST_KEPT:
             self._large.add(place)
