@@ -189,7 +189,7 @@ class FabricStepMixin(FabricAgreementsMixin):
 
     def _mark(self) -> None:
         """A window begins here, or comes here again."""
-        self._before, self._epoch_before = self._places(), self.progress.epoch
+        self._note_places()
         self._numbers.mark()
 
     def _begin_past(self, place: LoaderPlace) -> None:
@@ -500,11 +500,14 @@ class FabricStepMixin(FabricAgreementsMixin):
         """What the loop does until it asks for a batch has no effect."""
         self._window.break_off()
         self._averaged.break_off()
-        self._before, self._epoch_before = self._places(), self.progress.epoch
+        self._note_places()
         self._kept = self._copies()
 
     def _places(self) -> list[Place]:
         return [place.now() for place in self.progress.places]
+
+    def _note_places(self) -> None:
+        self._before, self._epoch_before = self._places(), self.progress.epoch
 
     def _go_to_window(self) -> None:
         self.progress.epoch = self._epoch_before

@@ -22,6 +22,7 @@ from ft_core.launch.kept import Card
 from ft_lightning.fabric.loop_position import Window, WindowPlace
 from lighthouse.errors import TooFewLeft
 from tests.ft_lightning.fabric.scheduled import set_up
+from tests.ft_lightning.trainer.test_batches import Placed as BegunAgain
 from tests.harness.cluster import as_child, board_of
 from tests.harness.lighthouses import patient_lighthouse
 
@@ -463,20 +464,11 @@ class Placed(Stream):
         self.at = state["at"]
 
 
-class Started(Placed):
+class Started(BegunAgain):
     """Begins a pass where its state says, or at its beginning: at the end of one that is its end."""
 
-    def __init__(self) -> None:
-        self.at = self.start = 0
-
     def __iter__(self) -> Iterator[Any]:
-        self.at, self.start = self.start, 0
-        while self.at < 6:
-            self.at += 1
-            yield torch.tensor([self.at - 1.0])
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["at"]
+        return (torch.tensor([float(number)]) for number in super().__iter__())
 
 
 def of_datasets(loader: type[Any] = DataLoader) -> Any:
@@ -516,9 +508,8 @@ def test_a_stream_with_a_state_goes_on_at_its_peers_place(
 
     batches = (batch for _ in fabric.strategy.epochs(3) for batch in loader)
     for batch in islice(batches, trained):
-        places.append(
-            fabric.strategy._state()["progress"]
-        )  # of the step, which began before it was fetched
+        # Of the step, which began before the batch was fetched.
+        places.append(fabric.strategy._state()["progress"])
         fabric.backward(model(batch).square().mean())
         optimizer.step()
     saved = fabric.strategy.progress.state_dict()
