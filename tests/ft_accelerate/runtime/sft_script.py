@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def texts() -> list[str]:
     """The lines of a module, of many lengths."""
     lines = (Path(os.__file__).parent / "argparse.py").read_text().splitlines()
-    return [line.strip() for line in lines if len(line.strip()) > 20][:160]
+    return [line.strip() for line in lines if len(line.strip()) > 20][:96]
 
 
 def adapter() -> Any:

@@ -120,7 +120,7 @@ class Watch(TrainerCallback):
 
 
 class Hold(TrainerCallback):
-    """TRAINER_HOLD names a folder: group 1 waits after 60 steps (or at TRAINER_HOLD_AT, "event:step") until
+    """TRAINER_HOLD names a folder: group 1 waits after 20 steps (or at TRAINER_HOLD_AT, "event:step") until
     group 0, in its second life, asks for a quorum; that life begins when group 1 waits. The event "predicting" comes
     before a batch of an evaluation is computed."""
 
@@ -129,7 +129,7 @@ class Hold(TrainerCallback):
         group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
         life = os.environ.get("FT_RESTARTS", "")
         self.holds = bool(folder) and group == "1"
-        self.event, _, step = os.environ.get("TRAINER_HOLD_AT", "on_step_end:60").partition(":")
+        self.event, _, step = os.environ.get("TRAINER_HOLD_AT", "on_step_end:20").partition(":")
         self.step = int(step or -1)
         self.events = Path(os.environ.get("FT_EVENT_LOG", ""))
         self.held, self.asked = Path(folder) / "held", Path(folder) / "asked"
@@ -297,7 +297,7 @@ def main() -> None:
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=Sources(["argparse", "ast", "abc"], 200),
+        train_dataset=Sources(["argparse", "ast", "abc"], 104),
         eval_dataset=Sources(["bisect", "calendar"], options.evaluated),
         callbacks=callbacks,
     )
