@@ -20,6 +20,7 @@ from lighthouse import __version__
 from lighthouse.client import LighthouseClient
 from lighthouse.config import LighthouseConfig, Timeouts, normalize_address
 from lighthouse.errors import LighthouseError
+from lighthouse.files import write_out
 from lighthouse.keeper import SIGNAL_LOOK_S, keep_running, patiently
 from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
@@ -202,12 +203,8 @@ class _Lines:
 
     def say(self, line: str) -> None:
         """Print a line, stamped with the time of day."""
-        try:
-            # In one piece: the process that keeps this one speaks here, too.
-            sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-            sys.stdout.flush()
-        except (OSError, ValueError):
-            pass  # the reader of our output is gone; the training goes on
+        # In one piece: the process that keeps this one speaks here, too.
+        write_out(sys.stdout, f"{time.strftime('%H:%M:%S')} {line}\n")
 
     def note(self, note: Note) -> None:
         """Called by the server's thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 
 @contextlib.contextmanager
@@ -139,3 +141,25 @@ def hold_standard_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process
+
+
+def write_out(stream: TextIO | None, text: str = "") -> None:
+    """Write `text` to a standard stream, with what waits in its buffer. Any thread. None: it is closed.
+
+    A line that nobody can read ends no process. Where the reader is gone (a terminal that was closed,
+    `| head`), the stream leads nowhere from then on: else what waits in its buffer would fail again when
+    Python shuts down, which makes the exit code 120.
+    """
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+        stream.flush()
+    except ValueError:
+        pass  # the script has closed it
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):
+            null = os.open(os.devnull, os.O_WRONLY)
+            with contextlib.suppress(OSError, AttributeError):  # it is no file
+                os.dup2(null, stream.fileno())
+            os.close(null)

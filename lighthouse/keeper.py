@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from lighthouse.files import hold_standard_streams
+from lighthouse.files import hold_standard_streams, write_out
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
@@ -98,7 +98,8 @@ class _Keeper:
             if code == 0 or not self._address:
                 return code if code >= 0 else 1
             ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-            sys.stderr.write(f"lighthouse: its process ended ({ending}); it is started again\n")
+            said = f"lighthouse: its process ended ({ending}); it is started again\n"
+            write_out(sys.stderr, said)
             if time.monotonic() - began >= STEADY_S:
                 pause_s = FIRST_PAUSE_S
             time.sleep(pause_s)
@@ -108,7 +109,7 @@ class _Keeper:
         """Run one child; its exit code, or minus the signal that has ended it."""
         read_end, write_end = os.pipe()
         parent = os.getpid()
-        sys.stdout.flush()
+        write_out(sys.stdout)
         self._child = os.fork()
         if not self._child:
             os.close(read_end)
@@ -146,6 +147,6 @@ class _Keeper:
         except SystemExit as ending:
             code = ending.code if isinstance(ending.code, int) else 1
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            write_out(sys.stdout)
+            write_out(sys.stderr)
             os._exit(code)

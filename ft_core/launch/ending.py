@@ -46,6 +46,7 @@ from ft_core.launch.restarts import (
 )
 from ft_core.launch.supervisor import say
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
+from lighthouse.files import write_out
 
 CODES: dict[type[BaseException], int] = {  # a class before those that it derives from
     LighthouseUnavailable: AWAY_EXIT_CODE,
@@ -78,8 +79,7 @@ def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -
     do on its way out, which could change the exit code."""
     if why:
         say(whose, why, stream)
-    if sys.stdout is not None:
-        sys.stdout.flush()
+    write_out(sys.stdout)
     os._exit(code)
 
 

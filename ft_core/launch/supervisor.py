@@ -45,7 +45,7 @@ from ft_core.launch.restarts import (
 )
 from ft_core.launch.warm.orders import Started
 from ft_core.launch.warm.starter import WarmStarter
-from lighthouse.files import hold_standard_streams
+from lighthouse.files import hold_standard_streams, write_out
 from lighthouse.waits import Overdue
 
 STOP_TIMEOUT_S = 30.0
@@ -661,12 +661,8 @@ def _how(exit_code: int, hung: bool) -> str:
 
 def say(speaker: str, text: str, stream: TextIO | None = None) -> None:
     """A line for the person who has started this. `stream`: None: stderr, if there is one. Any thread."""
-    stream = stream or sys.stderr
-    if stream is None:  # closed when this process was started
-        return
     # In one piece also with PYTHONUNBUFFERED, beside the lines of other processes: `print` writes two.
-    stream.write(f"{speaker}: {text}\n")
-    stream.flush()
+    write_out(stream or sys.stderr, f"{speaker}: {text}\n")
 
 
 def age_s() -> float:

@@ -25,7 +25,7 @@ from ft_core.launch.warm.starter import warm_starts
 from ft_lightning.shared import registration
 from ft_lightning.shared.launch_env import child_environment, renew_rank
 from ft_lightning.shared.topology import Scope
-from lighthouse.files import hold_standard_streams
+from lighthouse.files import hold_standard_streams, write_out
 
 through_main = False
 """Whether this process was started by `python -m ft_lightning`: then children are, too."""
@@ -117,8 +117,8 @@ class SupervisorLauncher:
                 server.shutdown()
         # SystemExit would run the Trainer's exception hooks, which may save what was not trained.
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        write_out(sys.stdout)
+        write_out(sys.stderr)
         os._exit(code)
 
     def kill(self, signum: int) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core.launch.warm.orders import Order, Started, place_order
+from lighthouse.files import write_out
 
 log = logging.getLogger("ft_core")
 
@@ -95,8 +96,8 @@ def _fork(given: Mapping[str, Any], descriptors: Sequence[int]) -> int:
     if isinstance(order, str) or why:
         log.debug("cold start: %s", why)
         return 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+    write_out(sys.stdout)
+    write_out(sys.stderr)
     pid = os.fork()
     if pid == 0:
         raise _Again(order)

@@ -431,6 +431,30 @@ if (index, restarts) == ("1", 0):
         assert (tmp_path / f"streams{index}").read_text() == str(["/dev/null"] * 3)
 
 
+def test_the_job_goes_on_when_nobody_reads_its_lines(tmp_path: Path) -> None:
+    """The terminal was closed, or `| head` has read enough: the first line ended the process that had to say it."""
+    parent = start(
+        tmp_path,
+        """
+        import signal
+        from ft_core.launch.supervisor import say
+        while not (log / "closed").exists():
+            time.sleep(0.02)
+        say("ft", "a line of a process that trains")
+        if (index, restarts) == ("1", 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        while index == "0" and not (log / "1.1").exists():
+            time.sleep(0.02)
+        """,
+    )
+    assert parent.stderr is not None
+    parent.stderr.close()
+    (tmp_path / "closed").touch()
+    assert parent.wait(PATIENCE_S) == 0
+    assert (tmp_path / "1.1").exists()
+    assert not (tmp_path / "0.1").exists(), "a line that none can read is no error of the process"
+
+
 def test_what_a_killed_child_has_started_dies_with_it(tmp_path: Path) -> None:
     """A loader's worker under `forkserver`, say: it lived on, in each life one more, when the job was over."""
     parent = start(
