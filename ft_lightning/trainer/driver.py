@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from datetime import timedelta
@@ -45,6 +46,7 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.collectives.sharded import RetryableShards
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.errors import GroupLeft, QuorumUnavailable
+from ft_core.launch.ending import Sigterm
 from ft_core.manager import Manager
 from ft_core.replica.status import Participation
 from ft_lightning.shared.step_collectives import (
@@ -78,6 +80,19 @@ class BatchAbandoned(BaseException):
 
     Not an Exception: handlers in user code are not meant.
     """
+
+
+class EndsFit(Sigterm):
+    """Ends the fit instead of the process. `leave`: a method that raises what ends it, held weakly."""
+
+    def __init__(self, is_waiting: Callable[[], bool], leave: Callable[[], None]) -> None:
+        super().__init__(is_waiting)
+        self._leave = weakref.WeakMethod(leave)
+
+    def end(self) -> None:
+        leave = self._leave()
+        if leave is not None:  # else nothing of ours waits
+            leave()
 
 
 class StepDriver:

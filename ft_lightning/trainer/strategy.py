@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 
 from ft_core.errors import StartAgain
 from ft_core.launch import board
-from ft_core.launch.ending import Sigterm
+from ft_core.launch.restarts import SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
 from ft_lightning.shared.step_collectives import CopyRanks, operation, refuse_gradients
@@ -45,7 +44,7 @@ from ft_lightning.trainer.batches import (
     what_is_not_known,
 )
 from ft_lightning.trainer.decisions import Decisions
-from ft_lightning.trainer.driver import StepDriver
+from ft_lightning.trainer.driver import EndsFit, StepDriver
 from ft_lightning.trainer.later_rows import later_rows, make_up_rows
 from ft_lightning.trainer.leader import SkippedHooks
 from ft_lightning.trainer.loggers import Loggers
@@ -60,19 +59,6 @@ ENV_WORLD_SIZE = "WORLD_SIZE"
 ENDED_MEANWHILE = (
     "this training has ended just as the process came back: it starts again, and passes over it"
 )
-
-
-class _Ending(Sigterm):
-    """Ends the fit instead of the process."""
-
-    def __init__(self, strategy: FTDDPMixin) -> None:
-        super().__init__(strategy._awaits_quorum)
-        self._strategy = weakref.ref(strategy)
-
-    def end(self) -> None:
-        strategy = self._strategy()
-        if strategy is not None:  # else nothing of ours waits
-            strategy._leave()
 
 
 class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
@@ -99,7 +85,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     _callbacks: tuple[Any, ...] = ()
     _ranks = CopyRanks()
     """Of this replica group, for what is to reach all ranks of all groups."""
-    _sigterm: Sigterm | None = None
+    _sigterm: EndsFit | None = None
     _preparing = Preparing()
     _averaged: set[int] | None = None
     """Ids of the parameters that are averaged; None: all that are trainable."""
@@ -408,7 +394,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def on_train_start(self) -> None:
         """The state is complete: tell the manager where this group starts, and adopt the data."""
         super().on_train_start()
-        self._sigterm = _Ending(self)
+        self._sigterm = EndsFit(self._awaits_quorum, self._leave)
         self._sigterm.watch()  # calls Lightning's, which is there by now, first
         assert self._manager is not None and self._decisions is not None
         if not self._met:  # else the learning rate finder has trained already
@@ -599,6 +585,14 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         raise self._from("utilities.exceptions").SIGTERMException
 
     # ------------------------------------------------------------------ the end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called by Lightning when a run ends with an error, or as SIGTERM asks."""
+        super().on_exception(exception)
+        ending = self._from("utilities.exceptions").SIGTERMException
+        if board.slot().there and isinstance(exception, ending):
+            # Lightning's is 0: the supervisor would take it that this group has trained to the end.
+            exception.code = SIGTERM_EXIT_CODE
 
     def on_train_end(self) -> None:
         """Called by Lightning after the last step: leave the job before any code that follows

@@ -620,6 +620,22 @@ def test_the_last_step_of_those_that_are_told_to_end_is_logged_once(
     assert logged == [str(step) for step in range(6 if all_of_them else 8)]
 
 
+def test_one_that_is_told_to_end_alone_has_not_finished_and_comes_back(tmp_path: Path) -> None:
+    """Its exit code said that it had trained to the end: the other waited for it without an end."""
+    options: dict[str, Any] = {"fits": 1, "devices": 2}
+    options["strategy"] = {"timeout_s": 20, "min_replicas": 2}
+    with running(tmp_path, worker=WORKER, holds=["step:1:5"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "step:1:5")
+        os.kill(run.lines(1, "trained")[0]["pid"], signal.SIGTERM)
+        run.go("step:1:5")
+        run.wait(supervisor)
+        assert f"failed with exit code {128 + signal.SIGTERM}; it is started again" in run.output()
+    assert results(run, 0) == results(run, 1)
+    assert len(results(run, 1)) == 1
+
+
 def test_the_leader_dies_in_the_scripts_own_save_after_the_fit(tmp_path: Path) -> None:
     """Which the other has passed: it writes that file when it writes on, after the fit. No older one: the
     leader had met it since."""
