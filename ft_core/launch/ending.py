@@ -17,6 +17,7 @@ A traceback would show the loop's own lines, and hide the sentence that helps.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -80,7 +81,15 @@ def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -
     if why:
         say(whose, why, stream)
     write_out(sys.stdout)
+    end_what_was_started()
     os._exit(code)
+
+
+def end_what_was_started() -> None:
+    """Kill what the script has started by `multiprocessing`, which `os._exit` leaves behind: a Manager, and the workers
+    of a loader under `forkserver`, do not see that this process is gone."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _ending(whose: str, name: str, at_once: bool, otherwise: _Hook) -> _Hook:

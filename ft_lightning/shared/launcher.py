@@ -18,7 +18,7 @@ from typing import Any
 
 from ft_core.config import JobOptions
 from ft_core.environment import new_job_id
-from ft_core.launch.ending import end_with_a_line
+from ft_core.launch.ending import end_what_was_started, end_with_a_line
 from ft_core.launch.rank_group import group_command
 from ft_core.launch.supervisor import die_with, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
@@ -119,6 +119,7 @@ class SupervisorLauncher:
         logging.shutdown()
         write_out(sys.stdout)
         write_out(sys.stderr)
+        end_what_was_started()
         os._exit(code)
 
     def kill(self, signum: int) -> None:

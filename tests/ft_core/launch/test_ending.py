@@ -11,7 +11,7 @@ import pytest
 
 from ft_core.launch.board import Board
 from tests.harness.cluster import board_of
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, gone, until
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -101,6 +101,30 @@ sys.stderr = sys.__stderr__ = io.TextIOWrapper(Raw(2, "w", closefd=False), write
         cwd=ROOT,
     )
     assert done.stderr == "<ft_package: a sentence\n>"
+
+
+def test_what_a_process_has_started_ends_with_it() -> None:
+    """A worker of a loader under `forkserver` does not see that it is gone, nor does a Manager, as of a cache that
+    workers share. They lived on, and so did a pipe that reads their output."""
+    script = """
+import time
+from multiprocessing import get_context
+from ft_core.launch.ending import end_at_once
+
+worker = get_context("forkserver").Process(target=time.sleep, args=(3600,), daemon=True)
+worker.start()
+manager = get_context("fork").Manager()
+print(worker.pid, manager._process.pid, flush=True)
+end_at_once("ft_package", "", 75)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        started = [int(pid) for pid in process.stdout.readline().split()]
+        assert process.wait(PATIENCE_S) == 75
+        until(lambda: all(map(gone, started)), "what a process had started that has ended")
+    assert len(started) == 2
 
 
 def test_it_imports_no_torch() -> None:
