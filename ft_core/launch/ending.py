@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -62,6 +63,9 @@ CODES: dict[type[BaseException], int] = {  # a class before those that it derive
     QuorumUnavailable: 1,
     TooManyDiscards: 1,
 }
+PASSED_ON_S = 5.0
+"""A SIGTERM that follows the first within this time is the same one: a scheduler signals all processes of a job, and
+the launchers among them pass on what they get."""
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -123,9 +127,9 @@ class Sigterm:
     """SIGTERM in a training loop (a preemption): the current step is finished, and is the last one.
 
     The vote on that step announces the departure, so that the other members lose nothing. The next step
-    that the loop begins ends the process, as SIGTERM would have. A second SIGTERM ends it at once. This
-    class only notes the signal in `noted`; its owner does the rest. A handler that was set before is
-    called first.
+    that the loop begins ends the process, as SIGTERM would have. A second SIGTERM, more than `PASSED_ON_S`
+    later, ends it at once. This class only notes the signal in `noted`; its owner does the rest. A
+    handler that was set before is called first.
 
     Args:
         is_waiting: a method, held weakly. It returns whether the loop waits for its quorum, so that
@@ -136,6 +140,7 @@ class Sigterm:
         self._is_waiting = weakref.WeakMethod(is_waiting)
         self._before: Any = None
         self._installed: Any = None
+        self._same_until = 0.0
         self.noted = False
 
     def watch(self) -> None:
@@ -158,12 +163,17 @@ class Sigterm:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = self.noted or self._installed is None  # reinstalled after `unwatch`
-        self.noted = True
+        passed_on = self.noted and time.monotonic() < self._same_until
+        same = passed_on and self._installed is not None
+        if not self.noted:
+            self.noted, self._same_until = True, time.monotonic() + PASSED_ON_S
         if callable(self._before):
             self._before(number, frame)
-        elif again:
+        elif again and not same:
             signal.signal(signal.SIGTERM, self._before)
             os.kill(os.getpid(), number)
+        if same:
+            return
         is_waiting = self._is_waiting()
         if is_waiting is None or is_waiting():
             self.end()

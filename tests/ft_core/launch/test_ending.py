@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,34 @@ sys.stderr = sys.__stderr__ = io.TextIOWrapper(Raw(2, "w", closefd=False), write
         cwd=ROOT,
     )
     assert done.stderr == "<ft_package: a sentence\n>"
+
+
+def test_a_sigterm_that_launchers_pass_on_is_no_second_one() -> None:
+    """A scheduler signals all processes of a job. Then that of the supervisor ended the groups at once."""
+    script = """
+import os, signal
+from ft_core.launch import ending
+
+class Loop:
+    def waits(self):
+        return False
+
+loop, now = Loop(), [100.0]
+ending.time.monotonic = lambda: now[0]
+told = ending.Sigterm(loop.waits)
+told.watch()
+for _ in range(3):
+    os.kill(os.getpid(), signal.SIGTERM)
+print("finishes its step:", told.noted, flush=True)
+now[0] += ending.PASSED_ON_S + 1
+os.kill(os.getpid(), signal.SIGTERM)
+print("after a second one")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT
+    )
+    assert done.stdout == "finishes its step: True\n", done.stderr
+    assert done.returncode == -signal.SIGTERM
 
 
 def test_what_a_process_has_started_ends_with_it() -> None:
