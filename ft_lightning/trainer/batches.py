@@ -20,6 +20,7 @@ sentence if they have moved.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -102,8 +103,11 @@ def _announcing(
     return methods
 
 
-def _asking(refuse: Callable[[], None]) -> Callable[[Any], dict[str, Any]]:
-    """A loop that calls `refuse()` before it looks whether it is to run at all."""
+def _asking(
+    refuse: Callable[[], None], asks: Callable[[], None]
+) -> Callable[[Any], dict[str, Any]]:
+    """A loop that calls `refuse()` before it looks whether it is to run at all, and `asks()` before it asks for
+    loaders."""
 
     def methods(cls: Any) -> dict[str, Any]:
         def skip(self: Any) -> bool:
@@ -111,7 +115,12 @@ def _asking(refuse: Callable[[], None]) -> Callable[[Any], dict[str, Any]]:
             skips: bool = cls.skip.__get__(self)
             return skips
 
-        return {"skip": property(skip)}
+        def setup_data(self: Any) -> None:
+            if self._combined_loader is None or self._should_reload_train_dl:
+                asks()
+            cls.setup_data(self)
+
+        return {"skip": property(skip), "setup_data": setup_data}
 
     return methods
 
@@ -142,11 +151,21 @@ class Batches:
         """Whether the epoch under way ends after a number of batches that Lightning knows."""
         self.has_streams = False
         """Whether a training loader has no sampler: its place is noted by `mark`."""
+        self.asked_with: Any = None
+        """With `reload_dataloaders_every_n_epochs`: the data module's state before it was asked for the training
+        loaders. None: there is none."""
 
-    def adopt_loader(self, loader: object, trainer: Any | None = None) -> None:
-        """Make a data loader's position choosable. `trainer`: which asks for it to train on."""
-        if trainer is not None and trainer.fit_loop not in self._adopted:
-            self.adopt(trainer.fit_loop, _asking(lambda: self._refuse_nothing(trainer)))
+    def begin_fit(self, trainer: Any) -> None:
+        """No loader was asked for yet."""
+
+        def asks() -> None:
+            if trainer.reload_dataloaders_every_n_epochs and trainer.datamodule is not None:
+                self.asked_with = copy.deepcopy(trainer.datamodule.state_dict())
+
+        self.adopt(trainer.fit_loop, _asking(lambda: self._refuse_nothing(trainer), asks))
+
+    def adopt_loader(self, loader: object) -> None:
+        """Make a data loader's position choosable."""
         sampler = self.index_sampler(loader)
         if sampler is None:
             self.has_streams = True
@@ -284,29 +303,6 @@ class Batches:
         for draws, state, ended in drawn:
             if ended or fetcher.done:  # now that torch has drawn for the loader's iterator, too
                 draws.take(state, ended=True)
-
-    @staticmethod
-    def loaded_in(trainer: Any) -> float:
-        """The epoch in which Lightning has asked for the training loaders."""
-        epoch: float = trainer.fit_loop._last_train_dl_reload_epoch
-        return epoch
-
-    def reload(self, trainer: Any, epoch: float) -> None:
-        """With `reload_dataloaders_every_n_epochs`: have the loaders that a peer has asked for in `epoch`. Call
-        `jump` next."""
-        fit_loop = trainer.fit_loop
-        if not trainer.reload_dataloaders_every_n_epochs or self.loaded_in(trainer) == epoch:
-            return
-        current, now = fit_loop.epoch_progress.current, fit_loop.epoch_progress.current.completed
-        the_loops = {"_data_fetcher": fit_loop._data_fetcher}
-        fit_loop._last_train_dl_reload_epoch = float("-inf")
-        current.completed = epoch  # for which `train_dataloader` may ask
-        try:
-            fit_loop.setup_data()
-        finally:
-            current.completed = now
-            vars(fit_loop).update(the_loops)  # the loop under way holds it
-        fit_loop._data_fetcher.setup(fit_loop._combined_loader)
 
     # ------------------------------------------------------------------ resumed within an epoch
 

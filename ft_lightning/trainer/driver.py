@@ -167,6 +167,7 @@ class StepDriver:
         self.meets_next: Callable[[], bool] = lambda: False
         """Whether a round follows on the batch at hand. The strategy sets it."""
         batches.at_boundary = self.at_boundary
+        batches.begin_fit(trainer)
         batches.adopt(trainer.fit_loop.epoch_loop, _catching(self))
 
     @property
@@ -517,6 +518,7 @@ class StepDriver:
         return {
             **state,
             "data": data,
+            "asked_with": self._batches.asked_with,
             "numbers": self._batches.numbers.marked(),
             "origin": origin,
             "gradients": gradients,

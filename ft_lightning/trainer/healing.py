@@ -8,6 +8,7 @@ only difference is that the fit is running already.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -85,7 +86,7 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
         "rows": trainer.strategy.kept_rows(),
         "checkpoint_names": trainer.strategy.checkpoint_names.state(),
         "trained": finetuning.trained(trainer),
-        "loaded_in": Batches.loaded_in(trainer),
+        "loaded_in": _loaded_in(trainer),
     }
 
 
@@ -153,7 +154,8 @@ def restore(
         batches_done(trainer),
         trainer.global_step,
     )
-    batches.reload(trainer, state["loaded_in"])
+    if _reload(trainer, state, batches.asked_with):
+        put_back_hooks(trainer, state)
     if epochs_done(trainer) != epoch_before or resumed_within_epoch:
         # What was logged in the epoch that this group was in is not of this one.
         fit_loop.epoch_loop._results.reset()
@@ -161,6 +163,54 @@ def restore(
         _put_back(trainer, state)
     batches.origin = Origin(*state["origin"])
     batches.jump(trainer, state.get("data", ()))
+
+
+def _loaded_in(trainer: Any) -> list[float]:
+    """The epochs in which Lightning has asked for the loaders: to train on, and for the validation."""
+    fit_loop = trainer.fit_loop
+    validation = fit_loop.epoch_loop.val_loop
+    return [fit_loop._last_train_dl_reload_epoch, validation._last_val_dl_reload_epoch]
+
+
+def _reload(trainer: Any, state: dict[str, Any], asked_with: Any) -> bool:
+    """With `reload_dataloaders_every_n_epochs`: have the loaders that a peer has asked for, in the epochs and with the
+    state of the data module in which it did. Whether any was asked for. Call `Batches.jump` next.
+
+    `asked_with`: the state in which this process has asked for those to train on.
+    """
+    mine, theirs = _loaded_in(trainer), state["loaded_in"]
+    fit_loop = trainer.fit_loop
+    validation = fit_loop.epoch_loop.val_loop
+    with_that = digest(asked_with, allow_objects=True) == digest(
+        state["asked_with"], allow_objects=True
+    )
+    if not trainer.reload_dataloaders_every_n_epochs or (with_that and mine == theirs):
+        return False
+    if mine[0] != theirs[0] or not with_that:
+        if state["asked_with"]:
+            trainer.datamodule.load_state_dict(deepcopy(state["asked_with"]))
+        the_loops = {"_data_fetcher": fit_loop._data_fetcher}
+        fit_loop._last_train_dl_reload_epoch = -math.inf
+        _ask(trainer, fit_loop, theirs[0])
+        vars(fit_loop).update(the_loops)  # the loop under way holds it
+        fit_loop._data_fetcher.setup(fit_loop._combined_loader)
+    if mine[1] != theirs[1]:
+        validation._last_val_dl_reload_epoch = -math.inf
+        if theirs[1] != -math.inf:  # else it asks before its first validation, as the peer does
+            trainer.validating = True
+            _ask(trainer, validation, theirs[1])
+            trainer.training = True
+    return True
+
+
+def _ask(trainer: Any, loop: Any, epoch: float) -> None:
+    """Let a loop ask for its loaders as in `epoch`."""
+    current, now = trainer.fit_loop.epoch_progress.current, trainer.current_epoch
+    current.completed = epoch  # for which the data module may ask
+    try:
+        loop.setup_data()
+    finally:
+        current.completed = now
 
 
 def _put_back(trainer: Any, state: dict[str, Any]) -> None:
@@ -184,7 +234,10 @@ def put_back_hooks(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def _load_hooks(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Let the module and callbacks load what they keep. The module's hook may change `checkpoint`."""
+    """Let the data module, the module and callbacks load what they keep. The module's hook may change `checkpoint`."""
+    data = trainer.datamodule
+    if data is not None and (kept := checkpoint.get(type(data).__qualname__)):
+        data.load_state_dict(deepcopy(kept))
     trainer.lightning_module.on_load_checkpoint(checkpoint)
     for callback in trainer.callbacks:
         if known := checkpoint.get("callbacks", {}).get(callback.state_key):

@@ -459,7 +459,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if self._batches is not None and self._trainer.training:
             if self._options.spares and self._job.data_shares > 1:
                 check_loader(loader, self.distributed_sampler_kwargs["num_replicas"])
-            self._batches.adopt_loader(loader, self._trainer)
+            self._batches.adopt_loader(loader)
         return loader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

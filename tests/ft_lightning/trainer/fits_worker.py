@@ -43,7 +43,8 @@ OPTIONS: dict[str, Any] = {
     "unlike": False,  # the groups begin with weights of their own
     "scores": [],  # of each epoch's validation: the checkpoint with the lowest is the best, and is kept
     "save_last": False,  # in a file of one name, too
-    "grows": False,  # the data: each epoch asks for loaders of more samples
+    "grows": 0,  # the data: with each so many epochs loaders of more samples are asked for
+    "counts": False,  # ... by what the data module has counted, not by the epoch
     "fails": [],  # processes whose first fit fails, once, at step 3; the script calls it again
     "anew": False,  # ... with a new Trainer
     "again": False,  # one Trainer and one model: a later fit trains them on
@@ -113,6 +114,8 @@ class Model(LightningModule):
             self.files.append("summaries", fit=self.number)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.options["grows"]:
+            self.files.append("validated", epoch=self.current_epoch, fold=int(batch[0][0, 0]))
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
         if self.scores:
             self.log("score", self.scores[self.current_epoch] - self.global_step / 100)
@@ -149,15 +152,28 @@ def data(fold: int, *, draws: bool = False) -> DataLoader[Any]:
 
 
 class Growing(LightningDataModule):
-    """8 samples in the first epoch, and 8 more in each."""
+    """8 samples in the first epoch, and 8 more in each; and another validation set. `counts`: each time that
+    loaders to train on are asked for."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts, self.asked = counts, 0
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
-        whole = data(1).dataset
-        return DataLoader(Subset(whole, range(8 + 8 * self.trainer.current_epoch)), 4)
+        number = self.asked if self.counts else self.trainer.current_epoch
+        self.asked += 1
+        return DataLoader(Subset(data(1).dataset, range(8 + 8 * number)), 4)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return data(-1)
+        assert self.trainer is not None
+        return data(-1 - self.trainer.current_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.asked = state_dict["asked"]
 
 
 def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Trainer]:
@@ -176,7 +192,7 @@ def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Train
         plugins=[HoldingIO(files)],
         callbacks=callbacks,
         val_check_interval=options["validates_each"],
-        reload_dataloaders_every_n_epochs=int(options["grows"]),
+        reload_dataloaders_every_n_epochs=options["grows"],
         default_root_dir=options["log"],
         logger=CSVLogger(options["log"]),  # Lightning's own choice depends on what is installed
         enable_checkpointing=options["checkpoints"],
@@ -202,7 +218,7 @@ def main(options: dict[str, Any]) -> None:
             trainer.validate(model, data(-number), verbose=False)
             files.at("before")
         loaders = (
-            (Growing(),)
+            (Growing(options["counts"]),)
             if options["grows"]
             else (
                 data(number, draws=options["draws"]),

@@ -269,12 +269,15 @@ def test_one_that_comes_back_when_its_peer_needs_it_to_end_the_fit(tmp_path: Pat
     assert [line["step"] for line in results(run, 0)] == [8]
 
 
-@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize(
+    ("checkpoints", "counts"), [(True, False), (False, False), (True, True), (False, True)]
+)
 def test_loaders_that_are_reloaded_in_each_epoch_are_its_peers(
-    tmp_path: Path, checkpoints: bool
+    tmp_path: Path, checkpoints: bool, counts: bool
 ) -> None:
-    """The third epoch has more batches than those before, in one of which a group that comes back begins."""
-    options: dict[str, Any] = {"devices": 2, "fits": 1, "epochs": 4, "grows": True}
+    """The third epoch has more batches than those before, in one of which a group that comes back begins. `counts`:
+    how many follows from the state of the data module, which asking for loaders changes."""
+    options: dict[str, Any] = {"devices": 2, "fits": 1, "epochs": 4, "grows": 1, "counts": counts}
     with running(
         tmp_path, worker=WORKER, holds=["step:1:4"], checkpoints=checkpoints, **options
     ) as run:
@@ -289,6 +292,23 @@ def test_loaders_that_are_reloaded_in_each_epoch_are_its_peers(
     assert theirs == mine
     trained = [line["step"] for line in run.lines(1, "trained")]
     assert trained == [*range(4), *range(5, 10)]
+
+
+def test_a_validation_has_the_loaders_that_its_peers_have_asked_for(tmp_path: Path) -> None:
+    """In the fourth epoch they are those of the third, and the next life of a group begins in the fourth."""
+    options: dict[str, Any] = {"devices": 2, "fits": 1, "epochs": 4, "grows": 2}
+    with running(tmp_path, worker=WORKER, holds=["step:1:6"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "step:1:6")
+        killed_and_asks_again(run, 1, run.lines(1, "trained")[0]["pid"])
+        run.go("step:1:6")
+        run.wait(supervisor)
+    mine, theirs = (
+        {(line["epoch"], line["fold"]) for line in run.lines(name, "validated")} for name in (0, 1)
+    )
+    assert mine == theirs == {(0, -1), (1, -1), (2, -3), (3, -3)}
+    assert results(run, 0) == results(run, 1)
 
 
 def test_random_numbers_are_those_without_faults(tmp_path: Path) -> None:
