@@ -41,14 +41,23 @@ class Draws:
         self._is_torchs = self._generator is torch.default_generator
         self._before: Tensor | None = None  # the generator's, before the order under way was drawn
         self._next: Tensor | None = None
+        self._after: Tensor | None = None  # where the generator is that `_next` was taken from
+        self._lends = False  # this one is there, and drawing that order again does not move it
+
+    @property
+    def counts(self) -> bool:
+        """Whether orders are drawn from a generator."""
+        return self._generator is not None
 
     def state(self) -> list[Tensor] | None:
         """The generator's state before the order under way was drawn, or is; and its present one."""
         if self._generator is None:
             return None
         now = self._generator.get_state()
-        before = self._before if self._next is None else self._next
-        return [now if before is None else before, now]
+        if self._next is not None:
+            late = self._after if not self._is_torchs and not self._lends else None
+            return [self._next, now if late is None else late]
+        return [now if self._before is None else self._before, now]
 
     def take(self, state: Sequence[Tensor] | None, *, ended: bool) -> None:
         """The next iteration has the order under way in `state`, of a peer or once more of this process. `ended`: that
@@ -58,12 +67,20 @@ class Draws:
         if self._generator is None or not state:
             return
         before, now = state
+        self._after, self._lends = None, False
         if not self._divided and seed_of(before) != self._generator.initial_seed():
             log.warning(OWN_ORDER)
             return
-        self._next = None if ended else before
+        self._next, self._after = None if ended else before, now
         if ended and not self._is_torchs:  # torch's is not only for this sampler
             self._generator.set_state(now)
+
+    def begun(self) -> None:
+        """The loader's iterator is there, for which torch has drawn, too: the generator goes on where the peer's is,
+        which may have drawn for other loaders since."""
+        if self._generator is not None and self._after is not None and not self._is_torchs:
+            self._generator.set_state(self._after)
+            self._lends = True
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -111,13 +128,16 @@ class Draws:
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
         """An order is drawn, which may be one that a peer has drawn. Torch's generator is only lent for that, unless
-        it is where the peer's was: what else this process draws is not the peer's."""
+        it is where the peer's was: what else this process draws is not the peer's. So is one that has begun."""
         assert self._generator is not None
+        again, now = self._next, self._generator.get_state()
         with contextlib.ExitStack() as lent:
-            if self._next is not None and not torch.equal(self._next, self._generator.get_state()):
+            if again is not None and not torch.equal(again, now):
                 if self._is_torchs:
                     lent.enter_context(unchanged())
-                self._generator.set_state(self._next)
+                elif self._lends:
+                    lent.callback(self._generator.set_state, now)
+                self._generator.set_state(again)
             yield
 
 

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ft_core.heal.random_numbers import RandomNumbers, unchanged
@@ -135,6 +136,7 @@ class Batches:
         self._samplers: list[Any] = []
         self._adopted: list[Any] = []
         self._marked: list[Any] = []
+        self._drawn: list[Any] = []  # as far as the orders of samplers are drawn at the mark
         self._ahead: tuple[tuple[int, int], list[Any]] = (0, 0), []
         """A place, (epoch, batch), and the states of the streams there: of those of unknown length, from which a batch
         is fetched in advance, the place behind that; of all, where they were brought to, which not all say themselves
@@ -222,9 +224,12 @@ class Batches:
     def mark(self, trainer: Any) -> None:
         """A step (or window of batches) begins: note how far the streams and random numbers are.
 
-        Only streams have a state. Other loaders are placed by index, or not at all.
+        Only streams have a state. Other loaders are placed by index in the order that their sampler has drawn, or not
+        at all.
         """
         self.numbers.mark()
+        if any(sampler._ft_draws.counts for sampler in self._samplers):
+            self._drawn = self._orders_now(trainer)
         if self.has_streams:
             self._marked = self._states_before_next(trainer)
 
@@ -258,9 +263,11 @@ class Batches:
         if mark:
             self.mark(trainer)
         self._marked = [travelling(state) for state in self._marked]
+        return [drawn or state for drawn, state in zip_longest(self._drawn, self._marked)]
+
+    def _orders_now(self, trainer: Any) -> list[Any]:
         samplers = map(self.index_sampler, trainer.fit_loop._combined_loader.flattened)
-        draws = (None if sampler is None else sampler._ft_draws.state() for sampler in samplers)
-        return [drawn or state for drawn, state in zip_longest(draws, self._marked)]
+        return [None if sampler is None else sampler._ft_draws.state() for sampler in samplers]
 
     def jump(self, trainer: Any, states: Sequence[Any] = ()) -> None:
         """Make the next batch that is fetched the one at which the loops' counters stand.
@@ -272,6 +279,8 @@ class Batches:
         origin = self.origin.of(epoch)
         loaders = fit_loop._combined_loader.flattened
         self._marked, self._resumes = list(states), False
+        if states:
+            self._drawn = []
         self._ahead = (epoch, done), list(states)
         chosen, drawn = [], []
         for loader, state in zip_longest(loaders, states[: len(loaders)]):
@@ -282,9 +291,13 @@ class Batches:
                 chosen.append(sampler)
             elif sampler is not None:
                 sampler._ft_skip = _read_of(loader, done, fit_loop._combined_loader._mode)
+                over = done > len(loader) and fit_loop._combined_loader._mode == "max_size"
+                if over:  # its order is drawn, to its end
+                    sampler._ft_chosen, sampler._ft_skip = [], 0
+                    chosen.append(sampler)
                 draws, own = sampler._ft_draws, sampler._ft_draws.state()
                 draws.take(state or own, ended=False)
-                drawn.append((draws, state or own, sampler._ft_skip >= len(sampler)))
+                drawn.append((draws, state or own, over))
             elif not bring(loader, state):
                 begin_pass(loader)
                 if done:
@@ -300,9 +313,12 @@ class Batches:
         if fetcher.done:  # this epoch asks for no item, and the next one begins at its first
             for sampler in self._samplers:
                 sampler._ft_skip = 0
-        for draws, state, ended in drawn:
-            if ended or fetcher.done:  # now that torch has drawn for the loader's iterator, too
+        for draws, state, over in drawn:
+            if state and (
+                over or fetcher.done or torch.equal(*state)
+            ):  # equal: it is not drawn yet
                 draws.take(state, ended=True)
+            draws.begun()
 
     # ------------------------------------------------------------------ resumed within an epoch
 
@@ -395,11 +411,12 @@ class Batches:
 def _read_of(loader: Any, done: int, mode: str) -> int:
     """How many batches of one of several loaders were read in an epoch of which `done` batches are.
 
-    `mode`: of Lightning's `CombinedLoader`. A shorter one has ended ("max_size"), or started over.
+    `mode`: of Lightning's `CombinedLoader`. A shorter one has ended ("max_size"), or started over. That it does when
+    it is asked for the next batch, and draws another order then.
     """
-    if mode == "max_size":
+    if mode == "max_size" or not done:
         return min(done, len(loader))
-    return done % len(loader) if len(loader) else 0
+    return (done - 1) % len(loader) + 1 if len(loader) else 0
 
 
 # ---------------------------------------------------------------------- counters

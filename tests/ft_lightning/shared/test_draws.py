@@ -74,7 +74,7 @@ def test_under_a_trainer(kind: Kind, done: int) -> None:
     peer.read(done)
     late.fit_loop.epoch_progress.current.processed = 1
     late.fit_loop.epoch_loop.batch_progress.current.ready = done
-    late.batches.jump(late.trainer, peer.batches.states(peer.trainer, mark=False))
+    late.batches.jump(late.trainer, peer.batches.states(peer.trainer, mark=True))
     left = rest(peer.fit_loop)
     assert rest(late.fit_loop) == left
     assert len(left) == SAMPLES - done
@@ -95,6 +95,60 @@ def test_under_a_trainer_that_begins_the_batches_of_an_epoch_anew(kind: Kind) ->
     for each in (peer, spare):
         each.next_epoch()
     assert spare.read(SAMPLES) == peer.read(SAMPLES)
+
+
+class Two:
+    """A process under a Trainer with two loaders of different lengths, which draw from one generator: their own, or
+    torch's. In its second epoch, `done` batches of which it has read."""
+
+    def __init__(self, mode: str, torchs: bool, done: int) -> None:
+        torch.manual_seed(3)
+        generator = None if torchs else torch.Generator().manual_seed(3)
+        loaders = [
+            DataLoader(range(first, first + n), 1, shuffle=True, generator=generator)  # type: ignore[arg-type]
+            for first, n in ((0, 3), (100, SAMPLES))
+        ]
+        self.fit_loop = epoch_of(loaders, mode)
+        self.batches = Batches(lambda loader, number: None)
+        for loader in self.fit_loop._combined_loader.flattened:
+            self.batches.adopt_loader(loader)
+        iter(self.fit_loop._data_fetcher)
+        rest(self.fit_loop)
+        self.next_epoch()
+        for _ in range(done):
+            next(self.fit_loop._data_fetcher)
+        self.fit_loop.epoch_loop.batch_progress.current.ready = done
+        self.trainer = SimpleNamespace(fit_loop=self.fit_loop)
+
+    def next_epoch(self) -> None:
+        self.fit_loop.epoch_progress.current.processed += 1
+        iter(self.fit_loop._data_fetcher)
+
+    def rest_of_two_epochs(self) -> list[Any]:
+        left = rest(self.fit_loop)
+        self.next_epoch()
+        return [*left, *rest(self.fit_loop)]
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
+@pytest.mark.parametrize("torchs", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_two_loaders_that_draw_from_one_generator(mode: str, torchs: bool, window: int) -> None:
+    """The peer gives its place before it fetches the next batch, or when it has fetched a window of batches, in
+    which the shorter loader may have begun anew, in another order."""
+    for done in range((3 if mode == "min_size" else SAMPLES) - window):
+        whole = Two(mode, torchs, done).rest_of_two_epochs()
+        peer = Two(mode, torchs, done)
+        peer.batches.mark(peer.trainer)
+        numbers = torch.get_rng_state()
+        for _ in range(window):
+            next(peer.fit_loop._data_fetcher)
+        states = peer.batches.states(peer.trainer, mark=False)
+        late = Two(mode, torchs, 0)
+        late.fit_loop.epoch_loop.batch_progress.current.ready = done
+        late.batches.jump(late.trainer, states)
+        torch.set_rng_state(numbers)  # as it takes its peer's, too
+        assert late.rest_of_two_epochs() == whole, done
 
 
 @kinds
