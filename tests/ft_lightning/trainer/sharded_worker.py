@@ -140,7 +140,10 @@ class ShardedModel(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        if self.case in ("plain", "folder"):  # DTensor takes seconds to see through it, in each case
+        if self.case in (
+            "plain",
+            "folder",
+        ):  # DTensor takes seconds to see through it, in each case
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return {
