@@ -100,9 +100,9 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "epochs", "processes", "evaluated"),
     [
-        ("accelerate_loop", 40, 3, r"epoch \d+: \S+ of 297"),
-        ("accelerate_local_sgd", 40, 3, r"epoch \d+: \S+ of 297"),
-        ("transformers_trainer", 4, 2, "'eval_loss'"),
+        ("accelerate_loop", 8, 3, r"epoch \d+: \S+ of 297"),
+        ("accelerate_local_sgd", 8, 3, r"epoch \d+: \S+ of 297"),
+        ("transformers_trainer", 3, 2, "'eval_loss'"),
     ],
 )
 def test_the_main_process_is_killed_and_then_the_next_one(
