@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,8 @@ LOOK_EVERY_S = 0.25
 """How often a collective that takes longer than this is looked at."""
 HANG_TIMEOUTS = 10
 """A loop that was evicted has this many timeouts to come back. Then a supervisor ends it."""
+WAIT_TOLD_S = 10.0
+"""A loop that has waited this long to be in a quorum says for what."""
 LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""
 
@@ -226,16 +229,19 @@ class Session:
         knows that all others have ended the training, where this rank is out of it; after the connect timeout
         also if one of them has, and those that are left can't train without it."""
         limit_s, began = self._options.timeouts.connect_timeout_s, time.monotonic()
-        looks_s = OUTSIDE_LOOK_S if slot().whole else limit_s
+        looks_s, tell_at = OUTSIDE_LOOK_S if slot().whole else limit_s, began + WAIT_TOLD_S
         while True:
             away, now = self.control.away_since, time.monotonic()
-            next_look = min(limit_s + (now if away is None else away), now + looks_s)
+            next_look = min(limit_s + (now if away is None else away), now + looks_s, tell_at)
             until = next_look if deadline is None else min(deadline, next_look)
             if self.control.wait(condition, until):
                 return True
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 return False
+            if now >= tell_at:
+                tell_at = math.inf
+                self._tell_what_is_waited_for()
             if self.control.status.outside:
                 self.refuse_if_others_are_past()
                 if now >= began + limit_s:
@@ -245,6 +251,13 @@ class Session:
                 raise LighthouseUnavailable(
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
+
+    def _tell_what_is_waited_for(self) -> None:
+        status = self.control.status
+        told = DECLARE_DEAD in status.reason  # at once
+        if status.stage is Stage.WAITING and self._options.group_rank == 0 and not told:
+            name, where = self._options.name, self.lighthouse
+            log.warning("replica group %s: %s (lighthouse %s)", name, status.reason, where)
 
     def refuse_if_others_are_past(self) -> None:
         """This rank is outside: raises TrainingOver where `wait_for` does."""

@@ -28,6 +28,7 @@ from ft_core.heal.transport import HealAddress
 from ft_core.launch.rank_group import free_port
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
+from ft_core.shell import session
 from ft_lightning.pytorch import FTDDPStrategy
 from ft_lightning.shared.strategy_base import Options
 from lighthouse.client import Connection, LighthouseClient, new_identity
@@ -311,6 +312,24 @@ def test_a_group_that_is_expected_and_does_not_come_is_named(
 
         replicas(lambda: a.run_to(6), declare)
         a.close()
+
+
+def test_one_that_waits_for_others_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may have been started on one of two machines only, and the lighthouse's lines be elsewhere."""
+    monkeypatch.setattr(session, "WAIT_TOLD_S", 0.1)
+    with caplog.at_level(logging.WARNING, "ft_core"), lighthouse(min_replicas=2) as server:
+        a, b = (Replica(server, name) for name in "01")
+        said = f"replica group 0: waiting for 1 of min_replicas=2 (lighthouse {server.address()})"
+
+        def come() -> None:
+            until(lambda: said in caplog.messages, "a line")
+            b.run_to(1)
+
+        replicas(lambda: a.run_to(1), come)
+        a.close()
+        b.close()
 
 
 def test_the_first_quorum_forms_as_soon_as_all_expected_are_there() -> None:
