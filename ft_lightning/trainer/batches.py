@@ -20,7 +20,6 @@ sentence if they have moved.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -154,15 +153,14 @@ class Batches:
         self.has_streams = False
         """Whether a training loader has no sampler: its place is noted by `mark`."""
         self.asked_with: Any = None
-        """With `reload_dataloaders_every_n_epochs`: the data module's state before it was asked for the training
-        loaders. None: there is none."""
+        """With `reload_dataloaders_every_n_epochs`: what `kept` gave before the training loaders were asked for."""
 
-    def begin_fit(self, trainer: Any) -> None:
-        """No loader was asked for yet."""
+    def begin_fit(self, trainer: Any, kept: Callable[[], Any]) -> None:
+        """No loader was asked for yet. `kept`: what decides which loaders there are."""
 
         def asks() -> None:
-            if trainer.reload_dataloaders_every_n_epochs and trainer.datamodule is not None:
-                self.asked_with = copy.deepcopy(trainer.datamodule.state_dict())
+            if trainer.reload_dataloaders_every_n_epochs:
+                self.asked_with = kept()
 
         self.adopt(trainer.fit_loop, _asking(lambda: self._refuse_nothing(trainer), asks))
 

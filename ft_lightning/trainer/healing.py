@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -33,6 +34,19 @@ from ft_lightning.trainer.loggers import adopt_log_places, log_places
 from ft_lightning.trainer.saves import with_copied_buffers
 
 log = logging.getLogger("ft_lightning")
+
+_LIGHTNINGS_OWN = {
+    "epoch",
+    "global_step",
+    "pytorch-lightning_version",
+    "state_dict",
+    "loops",
+    "callbacks",
+    "optimizer_states",
+    "lr_schedulers",
+    "hparams_name",
+}
+"""In each checkpoint, whatever the module keeps."""
 
 
 def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
@@ -66,13 +80,7 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
 
     Tensors are the live ones: the caller copies. `batches`: as in `capture_counters`.
     """
-    with trainer.strategy.as_it_is():
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    for owner in (trainer.lightning_module, trainer.datamodule):
-        if owner is not None:
-            # The target has its own. They may hold any object, and restoring does not read them.
-            for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_TYPE"):
-                checkpoint.pop(getattr(owner, key, key), None)
+    checkpoint = _checkpoint(trainer)
     checkpoint["loops"] = {"fit_loop": capture_counters(trainer, batches=batches)}
     metrics = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -88,6 +96,30 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
         "trained": finetuning.trained(trainer),
         "loaded_in": _loaded_in(trainer),
     }
+
+
+def _checkpoint(trainer: Any) -> dict[str, Any]:
+    with trainer.strategy.as_it_is():
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
+            weights_only=False
+        )
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        if owner is not None:
+            # The target has its own. They may hold any object, and restoring does not read them.
+            for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_TYPE"):
+                checkpoint.pop(getattr(owner, key, key), None)
+    return checkpoint
+
+
+def kept_for_loaders(trainer: Any) -> dict[str, Any]:
+    """What the data module and the module themselves keep in a checkpoint now: loaders may follow from it."""
+    data, kept = trainer.datamodule, {}
+    if data is not None:
+        kept[type(data).__qualname__] = data.state_dict()
+    # Hooks may need what `on_train_start` sets up, and the first loaders are asked for before that.
+    with suppress(Exception):
+        kept |= {k: v for k, v in _checkpoint(trainer).items() if k not in _LIGHTNINGS_OWN}
+    return deepcopy(kept)
 
 
 def places(trainer: Any) -> dict[str, Any]:
@@ -174,9 +206,9 @@ def _loaded_in(trainer: Any) -> list[float]:
 
 def _reload(trainer: Any, state: dict[str, Any], asked_with: Any) -> bool:
     """With `reload_dataloaders_every_n_epochs`: have the loaders that a peer has asked for, in the epochs and with the
-    state of the data module in which it did. Whether any was asked for. Call `Batches.jump` next.
+    states of the data module and the module in which it did. Whether any was asked for. Call `Batches.jump` next.
 
-    `asked_with`: the state in which this process has asked for those to train on.
+    `asked_with`: the states in which this process has asked for those to train on.
     """
     mine, theirs = _loaded_in(trainer), state["loaded_in"]
     fit_loop = trainer.fit_loop
@@ -187,8 +219,7 @@ def _reload(trainer: Any, state: dict[str, Any], asked_with: Any) -> bool:
     if not trainer.reload_dataloaders_every_n_epochs or (with_that and mine == theirs):
         return False
     if mine[0] != theirs[0] or not with_that:
-        if state["asked_with"]:
-            trainer.datamodule.load_state_dict(deepcopy(state["asked_with"]))
+        _load_hooks(trainer, {**_copy(state["checkpoint"]), **deepcopy(state["asked_with"])})
         the_loops = {"_data_fetcher": fit_loop._data_fetcher}
         fit_loop._last_train_dl_reload_epoch = -math.inf
         _ask(trainer, fit_loop, theirs[0])

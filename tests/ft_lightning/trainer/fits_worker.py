@@ -44,7 +44,7 @@ OPTIONS: dict[str, Any] = {
     "scores": [],  # of each epoch's validation: the checkpoint with the lowest is the best, and is kept
     "save_last": False,  # in a file of one name, too
     "grows": 0,  # the data: with each so many epochs loaders of more samples are asked for
-    "counts": False,  # ... by what the data module has counted, not by the epoch
+    "counts": "",  # ... by what the "data" module or the "model" has counted, which gives them, not by the epoch
     "fails": [],  # processes whose first fit fails, once, at step 3; the script calls it again
     "anew": False,  # ... with a new Trainer
     "again": False,  # one Trainer and one model: a later fit trains them on
@@ -151,6 +151,10 @@ def data(fold: int, *, draws: bool = False) -> DataLoader[Any]:
     return DataLoader(TensorDataset(images, labels), 4, sampler=sampler)
 
 
+def grown(number: int) -> DataLoader[Any]:
+    return DataLoader(Subset(data(1).dataset, range(8 + 8 * number)), 4)
+
+
 class Growing(LightningDataModule):
     """8 samples in the first epoch, and 8 more in each; and another validation set. `counts`: each time that
     loaders to train on are asked for."""
@@ -161,9 +165,8 @@ class Growing(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
-        number = self.asked if self.counts else self.trainer.current_epoch
         self.asked += 1
-        return DataLoader(Subset(data(1).dataset, range(8 + 8 * number)), 4)
+        return grown(self.asked - 1 if self.counts else self.trainer.current_epoch)
 
     def val_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
@@ -174,6 +177,25 @@ class Growing(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.asked = state_dict["asked"]
+
+
+class GrowingModel(Model):
+    """The same, of the module's own."""
+
+    asked = 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.asked += 1
+        return grown(self.asked - 1)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return data(-1 - self.current_epoch)
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["asked"] = self.asked
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        self.asked = checkpoint["asked"]
 
 
 def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Trainer]:
@@ -198,7 +220,8 @@ def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Train
         enable_checkpointing=options["checkpoints"],
         log_every_n_steps=1 if options["logs"] else 50,
     )
-    return Model(number, files, options), trainer
+    model = GrowingModel if options["counts"] == "model" else Model
+    return model(number, files, options), trainer
 
 
 def main(options: dict[str, Any]) -> None:
@@ -218,7 +241,9 @@ def main(options: dict[str, Any]) -> None:
             trainer.validate(model, data(-number), verbose=False)
             files.at("before")
         loaders = (
-            (Growing(options["counts"]),)
+            ()
+            if options["counts"] == "model"
+            else (Growing(options["counts"] == "data"),)
             if options["grows"]
             else (
                 data(number, draws=options["draws"]),

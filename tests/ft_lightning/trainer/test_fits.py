@@ -270,13 +270,14 @@ def test_one_that_comes_back_when_its_peer_needs_it_to_end_the_fit(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "counts"), [(True, False), (False, False), (True, True), (False, True)]
+    ("checkpoints", "counts"),
+    [(True, ""), (False, ""), (True, "data"), (False, "data"), (True, "model"), (False, "model")],
 )
 def test_loaders_that_are_reloaded_in_each_epoch_are_its_peers(
-    tmp_path: Path, checkpoints: bool, counts: bool
+    tmp_path: Path, checkpoints: bool, counts: str
 ) -> None:
     """The third epoch has more batches than those before, in one of which a group that comes back begins. `counts`:
-    how many follows from the state of the data module, which asking for loaders changes."""
+    how many follows from the state of the data module or the module, which asking for loaders changes."""
     options: dict[str, Any] = {"devices": 2, "fits": 1, "epochs": 4, "grows": 1, "counts": counts}
     with running(
         tmp_path, worker=WORKER, holds=["step:1:4"], checkpoints=checkpoints, **options
