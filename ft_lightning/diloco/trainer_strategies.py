@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import astuple
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -90,6 +89,7 @@ class InnerDriver:
         self.control = b""
         """What the first member's vote on the last outer step has carried, if that was committed."""
         batches.at_boundary = self.at_boundary
+        batches.begin_fit(trainer, lambda: healing.kept_for_loaders(trainer))
 
     def before_backward(self) -> None:
         """Nothing: gradients are this group's own."""
@@ -190,7 +190,7 @@ class InnerDriver:
             return {}
         if self._place is None:
             raise RuntimeError("a state was asked for in the middle of a batch")
-        state = healing.dump(self._trainer)
+        state = healing.dump(self._trainer, self._batches)
         inner_steps.keep_what_members_share(state["checkpoint"], self._trainer, self.algorithm)
         if self._place is _Place.BATCH_END:
             # To the boundary after it.
@@ -199,7 +199,6 @@ class InnerDriver:
                 loops[BATCHES][part]["completed"] += 1
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
         state["place"], state["local_step"] = self._place.value, self.algorithm.local_step
-        state["origin"] = astuple(self._batches.origin)
         packed: dict[str, Any] = inner_steps.pack(state)
         return packed
 

@@ -32,7 +32,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -511,16 +510,13 @@ class StepDriver:
             return {"visit": "gather" if self._gathers else "meet"}
         if self._place is Place.STEP and self._within:
             return {"visit": Place.STEP.value}
-        state = healing.dump(self._trainer, batches=self._window)
+        state = healing.dump(self._trainer, self._batches, batches=self._window)
         gradients = (self._earlier or self._gradients()) if self._manual else None
         data = self._batches.states(self._trainer, mark=not self._window)
-        origin = astuple(self._batches.origin)
         return {
             **state,
             "data": data,
-            "asked_with": self._batches.asked_with,
             "numbers": self._batches.numbers.marked(),
-            "origin": origin,
             "gradients": gradients,
             "window": self._window,
         }

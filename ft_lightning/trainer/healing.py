@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -75,10 +76,10 @@ def begin(trainer: Any, in_group: IntraGroup, options: JobOptions) -> str:
     )
 
 
-def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
+def dump(trainer: Any, data: Batches, *, batches: int = 0) -> dict[str, Any]:
     """The state as of the boundary at which the current step began. The loop's thread only.
 
-    Tensors are the live ones: the caller copies. `batches`: as in `capture_counters`.
+    Tensors are the live ones: the caller copies. `data`: what this fit reads; `batches`: as in `capture_counters`.
     """
     checkpoint = _checkpoint(trainer)
     checkpoint["loops"] = {"fit_loop": capture_counters(trainer, batches=batches)}
@@ -95,6 +96,8 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
         "checkpoint_names": trainer.strategy.checkpoint_names.state(),
         "trained": finetuning.trained(trainer),
         "loaded_in": _loaded_in(trainer),
+        "asked_with": data.asked_with,
+        "origin": astuple(data.origin),
     }
 
 
