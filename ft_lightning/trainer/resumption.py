@@ -16,6 +16,7 @@ checkpoint it can't be (`trainings.over`). A process that comes back to peers th
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
 import logging
@@ -26,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ft_core.config import JobOptions
 from ft_core.environment import SHARED_JOB
+from ft_core.heal.random_numbers import RandomNumbers
 from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Scope
-from ft_lightning.trainer.batches import adopt, adopted, release
+from ft_lightning.trainer.batches import adopt, adopted, release, settle_counters
 from ft_lightning.trainer.loggers import adopt_log_places, log_places
 from ft_lightning.trainer.saves import SmallFile, lasts, local_path
 
@@ -164,7 +167,12 @@ class Resumption:
             self._trainer.callback_metrics[name] = torch.tensor(value)
         # A validation at the end of the last epoch may have saved it, before the epoch was counted.
         completed = self._known.get("epoch", self._trainer.current_epoch)
-        self._trainer.fit_loop.epoch_progress.current.completed = completed
+        loop = self._trainer.fit_loop
+        loop.epoch_progress.current.completed = completed
+        settle_counters(self._trainer)  # the next fit begins as behind one that has run
+        loop.reset_restart_stage()
+        # What the script draws next, for its next fit, too.
+        RandomNumbers().take([_unpacked(text) for text in self._known.get("numbers", ())])
         moved = self._known.get("moved", {})
         for callback in self._trainer.checkpoint_callbacks:  # for `test(ckpt_path="best")`
             if (best := _best_of(callback)) in moved:
@@ -235,6 +243,9 @@ class Resumption:
             metrics = self._trainer.callback_metrics
             self._known["epoch"] = self._trainer.current_epoch
             self._known["metrics"] = {name: float(value) for name, value in metrics.items()}
+            numbers = RandomNumbers()
+            numbers.mark()
+            self._known["numbers"] = [_packed(state) for state in numbers.marked()]
             self._known["best"] = [_best_of(each) for each in self._trainer.checkpoint_callbacks]
             self._change(lambda fits: {**fits, self.number: self._known})
 
@@ -293,6 +304,14 @@ class Resumption:
         for each in (self._trainer._checkpoint_connector, self._trainer.fit_loop):
             if adopted(each):
                 release(each)
+
+
+def _packed(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _unpacked(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _best_of(callback: Any) -> str:

@@ -330,6 +330,20 @@ def test_random_numbers_are_those_without_faults(tmp_path: Path) -> None:
     assert len({line["pid"] for line in run.lines(1, "trained")}) == 2
 
 
+def test_random_numbers_behind_a_fit_that_is_passed_over_are_those_without_faults(
+    tmp_path: Path,
+) -> None:
+    """The second fit's dropout, and its orders: the groups would read some samples twice, and others not at all."""
+    options: dict[str, Any] = {"devices": 2, "draws": True, "again": True}
+    options["strategy"] = {"timeout_s": 20, "min_replicas": 2}
+    with running(tmp_path / "whole", worker=WORKER, **options) as whole:
+        whole.wait(whole.start())
+    with running(tmp_path / "killed", worker=WORKER, holds=["after:1"], **options) as run:
+        group_1_is_killed_between_two_fits(run)
+    ends = [results(each, name)[-1]["digest"] for each in (whole, run) for name in (0, 1)]
+    assert len(set(ends)) == 1
+
+
 def test_the_leader_dies_before_it_has_recorded_the_end_of_a_fit(tmp_path: Path) -> None:
     """A fit that stopped early: no counter says that it is over. The other, which is at its end, too, records
     it; and both train the next one."""
