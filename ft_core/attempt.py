@@ -156,8 +156,10 @@ class Attempts:
         """How long a `Manager.start_quorum` called with `timeout` waits."""
         return self._options.quorum_timeout_s if timeout is None else timeout.total_seconds()
 
-    def begin(self, timeout: timedelta | None, *, takes_state: bool = True) -> None:
-        """See `Manager.start_quorum`."""
+    def begin(
+        self, timeout: timedelta | None, *, takes_state: bool = True, stays: bool = False
+    ) -> None:
+        """See `Manager.start_quorum`. `stays`: not if its present quorum ends (`Manager.try_start_quorum`)."""
         session = self.session
         if session.hangs:
             session.back()
@@ -189,8 +191,8 @@ class Attempts:
             self.step.part = self.part(status)
             if may_show and self._card is not None:
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
-        elif not in_step or status.stage is Stage.MEMBER or self._state.sharded():
-            self.enter(begins=True)
+        elif stays or not in_step or status.stage is Stage.MEMBER or self._state.sharded():
+            self.enter(begins=True, stays=stays)
 
     def _is_new(self, view: View | None) -> bool:
         """Whether no attempt was bound to this quorum yet. Two lighthouses may give theirs one number."""
@@ -199,11 +201,14 @@ class Attempts:
             return True
         return (view.quorum_id, view.nonce) != (bound.quorum_id, bound.nonce)
 
-    def enter(self, *, begins: bool = False, before_vote: bool = False) -> None:
+    def enter(
+        self, *, begins: bool = False, before_vote: bool = False, stays: bool = False
+    ) -> None:
         """Wait until this attempt may reduce (or has failed); serve and heal at its boundary.
 
         `begins`: the loop has computed nothing in it. `before_vote`: with an asynchronous quorum the
-        state is loaded here. Raises as `Manager.start_quorum`, and what a user's load function raises.
+        state is loaded here. `stays`: as in `begin`. Raises as `Manager.start_quorum`, and what a user's load
+        function raises.
         """
         session = self.session
         control, wait_s = session.control, self._quorum_wait_s
@@ -215,10 +220,17 @@ class Attempts:
             lost = status.part is not None and status.part.groups < self._options.min_replicas
             return before_vote or not self._options.async_quorum or (begins and takes and lost)
 
+        def is_out(status: ReplicaStatus) -> bool:
+            return stays and status.stage is not Stage.MEMBER
+
         while True:
-            may = session.wait_for(lambda s: s.may_enter(heal=takes and heals(s)), deadline)
-            session.check_refused()
+            may = session.wait_for(
+                lambda s: is_out(s) or s.may_enter(heal=takes and heals(s)), deadline
+            )
             status = control.status
+            if is_out(status):
+                raise QuorumUnavailable(f"its quorum has ended: {status.reason}")
+            session.check_refused()
             heal = heals(status)
             if status.attempt is Attempt.FAILED:
                 control.submit(events.Entered())

@@ -345,7 +345,7 @@ class Manager:
         if not session.control.status.ready:
             return False
         try:
-            self.start_quorum(timeout=timedelta(seconds=limit_s))
+            self._attempts.begin(timedelta(seconds=limit_s), stays=True)
         except QuorumUnavailable:  # lost in this very moment
             return False
         return True

@@ -115,7 +115,8 @@ class FabricPeriodicMixin(FTFabricMixin):
             self._count()
             if self.algorithm.local_step:
                 self.algorithm.sync()
-            self._on_quorum()
+            if self._manager is not None and self._manager.in_quorum() is not None:
+                self._on_quorum()  # else others have left, and none may come
             self._exit(None)
 
     def leave(self) -> None:

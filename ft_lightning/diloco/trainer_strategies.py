@@ -158,7 +158,8 @@ class InnerDriver:
         try:
             if self.algorithm.local_step:
                 committed = self.algorithm.sync()
-            self._on_quorum()
+            if self._manager.in_quorum() is not None:  # else others have left, and none may come
+                self._on_quorum()
             self._leave(None)
         finally:
             self._place = None

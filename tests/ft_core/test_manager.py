@@ -566,6 +566,23 @@ def test_the_same_name_twice_is_refused():
         a.close()
 
 
+def test_one_that_only_tries_to_begin_does_not_wait_for_another_quorum(monkeypatch):
+    """At the end of a training the others leave, also just when this one begins. It waited for the timeout."""
+    with lighthouse(min_replicas=2) as server:
+        a, b = (Replica(server, name, timeout=timedelta(hours=1)) for name in "ab")
+        replicas(lambda: a.run_to(1), lambda: b.run_to(1))
+        begin = a.manager._attempts.begin
+
+        def begin_when_the_other_is_gone(*args, **options):
+            b.manager.shutdown(finished=True)
+            until(lambda: a.manager.in_quorum() is None, "the end of the quorum")
+            begin(*args, **options)
+
+        monkeypatch.setattr(a.manager._attempts, "begin", begin_when_the_other_is_gone)
+        assert not a.manager.try_start_quorum()
+        a.close()
+
+
 def test_no_lighthouse_is_one_sentence():
     a = Replica("tcp://127.0.0.1:9", "r0", connect_timeout=timedelta(seconds=0.5))
     with pytest.raises(LighthouseUnavailable, match="127.0.0.1:9 within 0.5 s.*lighthouse --bind"):
