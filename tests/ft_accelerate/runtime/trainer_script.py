@@ -247,7 +247,7 @@ def main() -> None:
         vocab_size=256,
         n_positions=32,
         n_embd=32,
-        n_layer=2,
+        n_layer=1,
         n_head=2,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
