@@ -78,15 +78,6 @@ _SERVICE = "replica group"
 _leaders = codec.MessageCodec(1, {"leader": Leader})
 
 
-def silence(name: str, lighthouse: str, left_s: float) -> str:
-    """What a person is told when the lighthouse has been silent for the heartbeat timeout."""
-    until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
-    return (
-        f"replica group {name}: the lighthouse at {lighthouse} does not answer; this process waits "
-        f"for it until {until}"
-    )
-
-
 class GroupServer:
     """The leader's thread. `leader` is what the ranks need to connect.
 
@@ -94,6 +85,8 @@ class GroupServer:
         group_world_size: how many ranks.
         host: IP address to listen on.
         lighthouse, replica_id, timeouts: as for a `Connection`.
+        on_silence: called, in this thread, when the lighthouse has been silent for the heartbeat timeout, with
+            the seconds that it has left to answer.
     """
 
     def __init__(
@@ -104,10 +97,11 @@ class GroupServer:
         lighthouse: str,
         replica_id: str,
         timeouts: Timeouts,
+        on_silence: Callable[[float], None] = lambda left_s: None,
     ) -> None:
         self._machine = GroupLeader(group_world_size)
         self._size = group_world_size
-        self._timeouts = timeouts
+        self._timeouts, self._on_silence = timeouts, on_silence
         self._lighthouse = lighthouse
         self._context: zmq.Context[Any] = zmq.Context()
         identity = new_identity(replica_id)
@@ -216,8 +210,7 @@ class GroupServer:
             return
         if not self._told_of_silence and now >= away + self._timeouts.heartbeat_timeout_s:
             self._told_of_silence = True
-            name = self.leader.replica_id.partition(":")[0]
-            log.warning(silence(name, self._lighthouse, away + limit_s - now))
+            self._on_silence(away + limit_s - now)
         if self._overdue.passed(away + limit_s, now):
             self._away_since = None
             reason = f"{BROKEN}no lighthouse at {self._lighthouse} for {limit_s:g} s"

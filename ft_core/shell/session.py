@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -35,7 +37,7 @@ from ft_core.replica.status import (
 )
 from ft_core.shell.control import OUTSIDE_LOOK_S, Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
-from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer, silence
+from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
@@ -177,6 +179,7 @@ class Session:
                 lighthouse=self._reached,
                 replica_id=replica_id,
                 timeouts=limits,
+                on_silence=self._on_silence,
             )
             leader = self._group.leader
             self._rendezvous.announce(leader)
@@ -213,8 +216,7 @@ class Session:
             _local_lighthouse()
         soon = time.monotonic() + max(self._options.timeouts.heartbeat_timeout_s, LOCAL_PATIENCE_S)
         if soon < deadline and not self.control.await_connected(soon):
-            left_s = deadline - time.monotonic()
-            log.warning(silence(self._options.name, self.lighthouse, left_s))
+            self._tell_of_silence(deadline - time.monotonic())
         if not self.control.await_connected(deadline):
             self.close()
             raise LighthouseUnavailable(
@@ -288,11 +290,11 @@ class Session:
         self, status: ReplicaStatus, now: float
     ) -> tuple[list[ReplicaEvent], float | None]:
         """Control thread."""
-        tell_at = self._tell_of_silence(now)
+        tell_at = self._look_at_lighthouse(now)
         events, look_at = self._check_stall(status, now)
         return events, min((at for at in (tell_at, look_at) if at is not None), default=None)
 
-    def _tell_of_silence(self, now: float) -> float | None:
+    def _look_at_lighthouse(self, now: float) -> float | None:
         """Say, once, that the lighthouse does not answer; returns when to look again."""
         limits = self._options.timeouts
         control = getattr(self, "control", None)  # its threads run before it is assigned
@@ -304,9 +306,24 @@ class Session:
             return away + limits.heartbeat_timeout_s
         if not self._told_of_silence and not self._closed:
             self._told_of_silence = True
-            left_s = away + limits.connect_timeout_s - now
-            log.warning(silence(self._options.name, self.lighthouse, left_s))
+            self._on_silence(away + limits.connect_timeout_s - now)
         return None
+
+    def _on_silence(self, left_s: float) -> None:
+        """The lighthouse has been silent for the heartbeat timeout: say so. One that was started for this job, and is
+        gone with the process that keeps it, is started again. Control thread, or that of the group's leader."""
+        self._tell_of_silence(left_s)
+        if not self._options.lighthouse:
+            threading.Thread(target=_start_again, name="ft-lighthouse", daemon=True).start()
+
+    def _tell_of_silence(self, left_s: float) -> None:
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
+        log.warning(
+            "replica group %s: the lighthouse at %s does not answer; this process waits for it until %s",
+            self._options.name,
+            self.lighthouse,
+            until,
+        )
 
     def _check_stall(
         self, status: ReplicaStatus, now: float
@@ -430,3 +447,10 @@ def _local_lighthouse() -> str:
     from ft_core.shell.local_lighthouse import ensure_local_lighthouse
 
     return ensure_local_lighthouse()
+
+
+def _start_again() -> None:
+    with suppress(
+        LighthouseUnavailable
+    ):  # it is slow, or none can be started: the wait has its end
+        _local_lighthouse()

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from ft_core.shell.local_lighthouse import ensure_local_lighthouse
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.standby import Idle
+from tests.harness.cluster import one_of_two, rendezvous, replicas
 from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -187,3 +190,30 @@ def test_one_that_ends_before_it_is_used_is_started_again(
     finally:
         manager.shutdown()
     assert len(calls) >= 2
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_that_is_gone_in_a_training_is_started_again(
+    ranks: int, port: int, stopped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own processes can't, where all of them were killed. The job ended a connect timeout later."""
+    monkeypatch.setattr(session, "_local_lighthouse", lambda: ensure_local_lighthouse(port))
+    gone = threading.Barrier(ranks, lambda: end(port))
+
+    def train(options: dict[str, Any]) -> None:
+        group = ProcessGroupGloo(10)
+        manager = Manager(group, lambda state: None, dict, **options)
+        try:
+            for step in range(3):
+                manager.start_quorum()
+                if step == 1:
+                    gone.wait(PATIENCE_S)
+                assert manager.should_commit()
+        finally:
+            manager.shutdown()
+
+    with rendezvous(1) as (store,):
+        alone = {"rank": 0, "world_size": 1}
+        places = [alone] if ranks == 1 else [one_of_two(rank, store) for rank in range(ranks)]
+        replicas(*(partial(train, place) for place in places))
