@@ -109,6 +109,7 @@ class Session:
         self._options, self._telemetry, self._waited_s = options, telemetry, waited_s
         self.lighthouse = options.lighthouse or _local_lighthouse()
         self._closed = self.hangs = self._told_of_silence = self._told_left_out = False
+        self._starter: threading.Thread | None = None  # of a lighthouse for this job
         limits = options.timeouts
         self._reached, host = _reach(self.lighthouse, options.interface, limits.connect_timeout_s)
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
@@ -313,8 +314,9 @@ class Session:
         """The lighthouse has been silent for the heartbeat timeout: say so. One that was started for this job, and is
         gone with the process that keeps it, is started again. Control thread, or that of the group's leader."""
         self._tell_of_silence(left_s)
-        if not self._options.lighthouse:
-            threading.Thread(target=_start_again, name="ft-lighthouse", daemon=True).start()
+        if not self._options.lighthouse and not self._closed:
+            self._starter = threading.Thread(target=_start_again, name="ft-lighthouse", daemon=True)
+            self._starter.start()
 
     def _tell_of_silence(self, left_s: float) -> None:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
@@ -376,6 +378,8 @@ class Session:
         self.plane.close()
         if self._group is not None:
             self._group.close()
+        if self._starter is not None:
+            self._starter.join()
         self._rendezvous.close()
         self._context.term()
 
