@@ -88,6 +88,9 @@ class Session:
     Thread: the training loop's, but where said otherwise.
     """
 
+    _starter: threading.Thread | None = None
+    """Starts a lighthouse for this job again."""
+
     def __init__(
         self,
         options: JobOptions,
@@ -109,7 +112,6 @@ class Session:
         self._options, self._telemetry, self._waited_s = options, telemetry, waited_s
         self.lighthouse = options.lighthouse or _local_lighthouse()
         self._closed = self.hangs = self._told_of_silence = self._told_left_out = False
-        self._starter: threading.Thread | None = None  # of a lighthouse for this job
         limits = options.timeouts
         self._reached, host = _reach(self.lighthouse, options.interface, limits.connect_timeout_s)
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
