@@ -153,7 +153,8 @@ def write_out(stream: TextIO | None, text: str = "") -> None:
     if stream is None:
         return
     try:
-        stream.write(text)
+        if text:
+            stream.write(text)
         stream.flush()
     except ValueError:
         pass  # the script has closed it

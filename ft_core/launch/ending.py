@@ -85,15 +85,11 @@ def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -
     if why:
         say(whose, why, stream)
     write_out(sys.stdout)
-    end_what_was_started()
-    os._exit(code)
-
-
-def end_what_was_started() -> None:
-    """Kill what the script has started by `multiprocessing`, which `os._exit` leaves behind: a Manager, and the workers
-    of a loader under `forkserver`, do not see that this process is gone."""
+    write_out(sys.stderr)
+    # Of what the script has started, a Manager and a loader's workers under `forkserver` do not see its end.
     for child in multiprocessing.active_children():
         child.kill()
+    os._exit(code)
 
 
 def _ending(whose: str, name: str, at_once: bool, otherwise: _Hook) -> _Hook:
@@ -162,18 +158,21 @@ class Sigterm:
             signal.signal(signal.SIGTERM, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again = self.noted or self._installed is None  # reinstalled after `unwatch`
-        passed_on = self.noted and time.monotonic() < self._same_until
-        same = passed_on and self._installed is not None
+        now, watches = (
+            time.monotonic(),
+            self._installed is not None,
+        )  # or reinstalled after `unwatch`
+        passed_on = watches and self.noted and now < self._same_until
+        again = self.noted or not watches
         if not self.noted:
-            self.noted, self._same_until = True, time.monotonic() + PASSED_ON_S
+            self.noted, self._same_until = True, now + PASSED_ON_S
         if callable(self._before):
             self._before(number, frame)
-        elif again and not same:
+        if passed_on:
+            return
+        if again and not callable(self._before):
             signal.signal(signal.SIGTERM, self._before)
             os.kill(os.getpid(), number)
-        if same:
-            return
         is_waiting = self._is_waiting()
         if is_waiting is None or is_waiting():
             self.end()

@@ -456,7 +456,6 @@ def _local_lighthouse() -> str:
 
 
 def _start_again() -> None:
-    with suppress(
-        LighthouseUnavailable
-    ):  # it is slow, or none can be started: the wait has its end
+    # It may only be slow, and where none can be started the wait ends by itself.
+    with suppress(LighthouseUnavailable):
         _local_lighthouse()

@@ -89,7 +89,7 @@ class InnerDriver:
         self.control = b""
         """What the first member's vote on the last outer step has carried, if that was committed."""
         batches.at_boundary = self.at_boundary
-        batches.begin_fit(trainer, lambda: healing.kept_for_loaders(trainer))
+        batches.begin_fit(trainer, healing.kept_for_loaders)
 
     def before_backward(self) -> None:
         """Nothing: gradients are this group's own."""

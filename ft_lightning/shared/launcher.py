@@ -18,14 +18,14 @@ from typing import Any
 
 from ft_core.config import JobOptions
 from ft_core.environment import new_job_id
-from ft_core.launch.ending import end_what_was_started, end_with_a_line
+from ft_core.launch.ending import end_at_once, end_with_a_line
 from ft_core.launch.rank_group import group_command
 from ft_core.launch.supervisor import die_with, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
 from ft_lightning.shared import registration
 from ft_lightning.shared.launch_env import child_environment, renew_rank
 from ft_lightning.shared.topology import Scope
-from lighthouse.files import hold_standard_streams, write_out
+from lighthouse.files import hold_standard_streams
 
 through_main = False
 """Whether this process was started by `python -m ft_lightning`: then children are, too."""
@@ -117,10 +117,7 @@ class SupervisorLauncher:
                 server.shutdown()
         # SystemExit would run the Trainer's exception hooks, which may save what was not trained.
         logging.shutdown()
-        write_out(sys.stdout)
-        write_out(sys.stderr)
-        end_what_was_started()
-        os._exit(code)
+        end_at_once("ft_lightning", "", code)
 
     def kill(self, signum: int) -> None:
         """Called by Lightning on a signal. The supervisor passes signals on itself."""

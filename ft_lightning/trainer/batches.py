@@ -155,12 +155,12 @@ class Batches:
         self.asked_with: Any = None
         """With `reload_dataloaders_every_n_epochs`: what `kept` gave before the training loaders were asked for."""
 
-    def begin_fit(self, trainer: Any, kept: Callable[[], Any]) -> None:
-        """No loader was asked for yet. `kept`: what decides which loaders there are."""
+    def begin_fit(self, trainer: Any, kept: Callable[[Any], Any]) -> None:
+        """No loader was asked for yet. `kept(trainer)`: what decides which loaders there are."""
 
         def asks() -> None:
             if trainer.reload_dataloaders_every_n_epochs:
-                self.asked_with = kept()
+                self.asked_with = kept(trainer)
 
         self.adopt(trainer.fit_loop, _asking(lambda: self._refuse_nothing(trainer), asks))
 
@@ -275,7 +275,7 @@ class Batches:
         fit_loop = trainer.fit_loop
         done, epoch = batches_done(trainer), epochs_done(trainer)
         origin = self.origin.of(epoch)
-        loaders = fit_loop._combined_loader.flattened
+        loaders, mode = fit_loop._combined_loader.flattened, fit_loop._combined_loader._mode
         self._marked, self._resumes = list(states), False
         if states:
             self._drawn = []
@@ -288,8 +288,8 @@ class Batches:
                 sampler._ft_chosen = batches_left(loader, origin)[done - origin.batch :]
                 chosen.append(sampler)
             elif sampler is not None:
-                sampler._ft_skip = _read_of(loader, done, fit_loop._combined_loader._mode)
-                over = done > len(loader) and fit_loop._combined_loader._mode == "max_size"
+                sampler._ft_skip = _read_of(loader, done, mode)
+                over = done > len(loader) and mode == "max_size"
                 if over:  # its order is drawn, to its end
                     sampler._ft_chosen, sampler._ft_skip = [], 0
                     chosen.append(sampler)
@@ -312,9 +312,8 @@ class Batches:
             for sampler in self._samplers:
                 sampler._ft_skip = 0
         for draws, state, over in drawn:
-            if state and (
-                over or fetcher.done or torch.equal(*state)
-            ):  # equal: it is not drawn yet
+            not_drawn_yet = state and torch.equal(*state)
+            if over or fetcher.done or not_drawn_yet:
                 draws.take(state, ended=True)
             draws.begun()
 

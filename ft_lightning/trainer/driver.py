@@ -166,7 +166,7 @@ class StepDriver:
         self.meets_next: Callable[[], bool] = lambda: False
         """Whether a round follows on the batch at hand. The strategy sets it."""
         batches.at_boundary = self.at_boundary
-        batches.begin_fit(trainer, lambda: healing.kept_for_loaders(trainer))
+        batches.begin_fit(trainer, healing.kept_for_loaders)
         batches.adopt(trainer.fit_loop.epoch_loop, _catching(self))
 
     @property

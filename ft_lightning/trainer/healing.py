@@ -213,13 +213,14 @@ def _reload(trainer: Any, state: dict[str, Any], asked_with: Any) -> bool:
 
     `asked_with`: the states in which this process has asked for those to train on.
     """
+    if not trainer.reload_dataloaders_every_n_epochs:
+        return False
     mine, theirs = _loaded_in(trainer), state["loaded_in"]
     fit_loop = trainer.fit_loop
     validation = fit_loop.epoch_loop.val_loop
-    with_that = digest(asked_with, allow_objects=True) == digest(
-        state["asked_with"], allow_objects=True
-    )
-    if not trainer.reload_dataloaders_every_n_epochs or (with_that and mine == theirs):
+    own, peers = (digest(each, allow_objects=True) for each in (asked_with, state["asked_with"]))
+    with_that = own == peers
+    if with_that and mine == theirs:
         return False
     if mine[0] != theirs[0] or not with_that:
         _load_hooks(trainer, {**_copy(state["checkpoint"]), **deepcopy(state["asked_with"])})

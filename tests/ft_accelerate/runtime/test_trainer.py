@@ -214,11 +214,11 @@ def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
     ("compiled", "kills"),
     [
         ((), "0:0:on_prediction_step:1 1:0:on_step_end:4"),
-        (("--compile",), ""),  # each life compiles, which takes long
+        (("--compile",), "0:0:on_prediction_step:1"),  # each process compiles, which takes long
     ],
-    ids=["killed in it", "compiled"],
+    ids=["plain", "compiled"],
 )
-def test_an_evaluation_before_the_training(
+def test_killed_in_an_evaluation_before_the_training(
     oracle: list[Report], compiled: tuple[str, ...], kills: str, tmp_path: Path
 ) -> None:
     """Accelerate has the model prepared by then, for evaluations, and plain DDP would average no gradient. One

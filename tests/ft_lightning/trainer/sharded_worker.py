@@ -139,12 +139,7 @@ class ShardedModel(LightningModule):
         return nn.functional.cross_entropy(scores.float(), batch[1])
 
     def configure_optimizers(self) -> Any:
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        if self.case in (
-            "plain",
-            "folder",
-        ):  # DTensor takes seconds to see through it, in each case
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return {
             "optimizer": optimizer,

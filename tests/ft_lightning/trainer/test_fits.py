@@ -28,6 +28,16 @@ def results(run: Run, name: int) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
 
 
+def killed_in_training(run: Run, name: int, place: str) -> None:
+    """Both groups come to `place`, where that one is killed. It comes back, and both train to the end."""
+    supervisor = run.start()
+    for each in (0, 1):
+        run.until_held(each, place)
+    killed_and_asks_again(run, name, run.lines(name, "trained")[0]["pid"])
+    run.go(place)
+    run.wait(supervisor)
+
+
 def killed_and_asks_again(run: Run, name: int, pid: int) -> None:
     """Group `name`, whose process is `pid`, until its next life asks for a quorum."""
     asked = run.events(name, *ASKS)
@@ -282,12 +292,7 @@ def test_loaders_that_are_reloaded_in_each_epoch_are_its_peers(
     with running(
         tmp_path, worker=WORKER, holds=["step:1:4"], checkpoints=checkpoints, **options
     ) as run:
-        supervisor = run.start()
-        for name in (0, 1):
-            run.until_held(name, "step:1:4")
-        killed_and_asks_again(run, 1, run.lines(1, "trained")[0]["pid"])
-        run.go("step:1:4")
-        run.wait(supervisor)
+        killed_in_training(run, 1, "step:1:4")
     mine, theirs = (results(run, name) for name in (0, 1))
     assert [line["step"] for line in mine] == [1 + 2 + 3 + 4]
     assert theirs == mine
@@ -299,12 +304,7 @@ def test_a_validation_has_the_loaders_that_its_peers_have_asked_for(tmp_path: Pa
     """In the fourth epoch they are those of the third, and the next life of a group begins in the fourth."""
     options: dict[str, Any] = {"devices": 2, "fits": 1, "epochs": 4, "grows": 2}
     with running(tmp_path, worker=WORKER, holds=["step:1:6"], **options) as run:
-        supervisor = run.start()
-        for name in (0, 1):
-            run.until_held(name, "step:1:6")
-        killed_and_asks_again(run, 1, run.lines(1, "trained")[0]["pid"])
-        run.go("step:1:6")
-        run.wait(supervisor)
+        killed_in_training(run, 1, "step:1:6")
     mine, theirs = (
         {(line["epoch"], line["fold"]) for line in run.lines(name, "validated")} for name in (0, 1)
     )
