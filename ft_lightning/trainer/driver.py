@@ -141,6 +141,7 @@ class StepDriver:
         self._shares_ends, self._ranks = shares_ends, ranks
         self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
         self._manual = not trainer.lightning_module.automatic_optimization
+        self._changed = healing.ChangedInStep(trainer.lightning_module, but_trained=self._manual)
         retry = RetryHooks(begin=self._begin_gradients, vote=self._vote, again=self._try_again)
         self._reducer = RetryableReducer(retry, manager)
         self._sharded = False
@@ -303,10 +304,14 @@ class StepDriver:
         self.computing = True
         if self._sharded:  # else the wrapper's forward does it
             self._reducer.before_forward()
+        elif self._window == 1:
+            self._changed.begin()
         try:
             if self._manual:  # `compute` goes past the place where the peer was
                 self._catch_up()
             output = compute(*args)
+            if not self._sharded:
+                self._changed.end()
             self._catch_up()
             if self.open and self._within:  # something was reduced after the last backward
                 self._commit()
@@ -439,6 +444,7 @@ class StepDriver:
                 trainer.profiler.stop("optimizer_step")
         if self._rereads:  # the same batches of the share that is this group's now
             rewind_counters(trainer, self._window)
+            self._changed.put_back()
             self._batches.numbers.put_back()
             self._put_gradients(self._earlier)
             self._window, self._rereads = 0, False
@@ -511,6 +517,9 @@ class StepDriver:
         if self._place is Place.STEP and self._within:
             return {"visit": Place.STEP.value}
         state = healing.dump(self._trainer, self._batches, batches=self._window)
+        if self._window:
+            model = state["checkpoint"]["state_dict"]
+            state["checkpoint"]["state_dict"] = self._changed.before(model)
         gradients = (self._earlier or self._gradients()) if self._manual else None
         data = self._batches.states(self._trainer, mark=not self._window)
         return {

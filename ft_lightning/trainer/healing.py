@@ -36,6 +36,9 @@ from ft_lightning.trainer.saves import with_copied_buffers
 
 log = logging.getLogger("ft_lightning")
 
+KEPT_BYTES = 256 << 20
+"""Of parameters that are copied before it is known which of them a `training_step` changes."""
+
 _LIGHTNINGS_OWN = {
     "epoch",
     "global_step",
@@ -139,6 +142,57 @@ def places(trainer: Any) -> dict[str, Any]:
             "optimizer_states": [o.state_dict() for o in strategy.optimizers],
         }
     }
+
+
+class ChangedInStep:
+    """Parameters that a `training_step` changes itself (a momentum encoder, prototypes that it normalizes), as they
+    were before the step under way. A peer that heals then computes that batch too, and would change them twice.
+
+    Which these are is seen in each step. Before the first one all are kept, if they are small. The loop's thread.
+    """
+
+    def __init__(self, module: Any, *, but_trained: bool) -> None:
+        """`but_trained`: not those of the optimizers, which step within `training_step`."""
+        self._module, self._but_trained = module, but_trained
+        self._names: set[str] | None = None
+        self._kept: dict[str, torch.Tensor] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        named = self._module.named_parameters()
+        return {n: p for n, p in named if not (self._but_trained and p.requires_grad)}
+
+    def begin(self) -> None:
+        """The first batch of a step is about to be computed."""
+        parameters = self._parameters()
+        names = self._names
+        if names is None:
+            small = sum(p.nbytes for p in parameters.values()) <= KEPT_BYTES
+            names = set(parameters) if small else set()
+        kept = {n: parameters[n].detach().clone() for n in names & parameters.keys()}
+        self._kept, self._seen = kept, _versions(parameters)
+
+    def end(self) -> None:
+        """A batch was computed."""
+        now = _versions(self._parameters())
+        changed = {name for name, seen in self._seen.items() if now.get(name, seen) != seen}
+        self._names = changed | (self._names or set())
+        self._kept = {name: value for name, value in self._kept.items() if name in self._names}
+
+    def before(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The same, with the values that were there before the step under way."""
+        return {**state_dict, **{n: v for n, v in self._kept.items() if n in state_dict}}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The step's batches are computed again."""
+        parameters = self._parameters()
+        for name, value in self._kept.items():
+            parameters[name].copy_(value)
+
+
+def _versions(parameters: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    return {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
 
 
 def set_aside(trainer: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -290,6 +290,26 @@ def test_an_optimizer_that_raises_in_a_loop_that_goes_on(
         assert len(run.lives(index)) == 1
 
 
+def test_what_a_training_step_changes_is_changed_once_in_a_group_that_heals_within_that_step(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """A momentum encoder, and a weight that is normalized, where the peer waits with the gradients of that batch."""
+    options: dict[str, Any] = {"momentum": True, "max_epochs": 1}
+    options["strategy_options"] = {"min_replicas": 2}
+    ends = []
+    for dies in ({}, {"0": 1}, {"5": 1}):
+        (folder := tmp_path / f"{len(ends)}").mkdir()
+        with running(folder, lighthouse, dies=dies, **options) as run:
+            whole, victim = run.start(0), run.start(1)
+            if dies:
+                run.wait(victim, code=-signal.SIGKILL)
+                victim = run.start(1)
+            run.wait(whole, victim)
+            assert run.end(0)["digest"] == run.end(1)["digest"]
+            ends.append(run.end(0)["digest"])
+    assert len(set(ends)) == 1
+
+
 def test_a_flipped_bit_is_named_and_healed(tmp_path: Path, coordinator: LighthouseServer) -> None:
     options = {"flips": {"5": 1}, "holds": ["step:16"]}
     with running(tmp_path, coordinator.address(), **options) as run:

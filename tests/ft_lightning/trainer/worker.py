@@ -8,6 +8,7 @@ end of the fit writes `<log>/<name>.end`.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -48,6 +49,7 @@ OPTIONS: dict[str, Any] = {
     "raises": {},  # {"<global step>": [replica index, ...]}: their optimizers raise once, and are caught
     "flips": {},  # {"<global step>": replica index}: a bit of its parameters flips after that step, once
     "dies": {},  # {"<global step>": replica index}: it is killed in that step's backward, once
+    "momentum": False,  # a copy of the net that follows it, in `training_step`, and a weight that is normalized there
     "manual": False,
     "gan": False,  # two optimizers, by hand; in every other batch on one loss
     "gathers": False,  # validation calls collectives
@@ -67,6 +69,8 @@ class Model(LightningModule):
         self.automatic_optimization = not (options["manual"] or options["gan"])
         self.save_hyperparameters({"batch_size": options["batch_size"]})
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        if options["momentum"]:
+            self.slow = copy.deepcopy(self.net).requires_grad_(False)
         self.injected: set[str] = set()
         self.runs: list[list[int]] = []
         self.validated: list[int] = []
@@ -104,7 +108,11 @@ class Model(LightningModule):
             self.trainer.strategy.manager.report_error(RuntimeError("injected"))
         self.batch = [float(x) for x in batch[0][:, 0]]
         self.batch_idx = batch_idx
+        if self.options["momentum"]:
+            self.follow()
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.options["momentum"]:
+            loss = loss + nn.functional.mse_loss(self.net(batch[0]), self.slow(batch[0]))
         self.perhaps_die(loss)
         self.log("train_loss", loss)
         if self.options["gan"] and batch_idx % 2 == 0:
@@ -133,6 +141,14 @@ class Model(LightningModule):
             except torch.OutOfMemoryError:
                 self.files.append("raised", step=self.trainer.global_step)
         return loss
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """As libraries do it: one in place, one by another tensor in the parameter."""
+        for slow, fast in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        weight = self.net[3].weight
+        weight.copy_(nn.functional.normalize(weight, dim=0) * 1.001)
 
     def perhaps_die(self, loss: Tensor) -> None:
         """In the backward of `loss`, in this replica's first life."""
