@@ -27,6 +27,7 @@ from ft_core.environment import (
 ENV_DEVICE = "FT_LIGHTNING_DEVICE"
 ENV_ENDS = "FT_LIGHTNING_ENDS"
 ENV_NODE = "NODE_RANK"
+ENV_THREADS = "OMP_NUM_THREADS"
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """In the order in which Lightning asks for them."""
 _OF_TORCHRUN = (
@@ -164,11 +165,13 @@ def child_environment(
     lighthouse: str,
     job_id: str = "",
     ends: str = "",
+    processes: int = 1,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The environment of a supervised replica group: `env` (default: this process's) with its place.
 
-    `job_id`: where the user has given none. `ends`: see `ends_folder`. The launcher of the group's ranks adds RANK and the like.
+    `job_id`: where the user has given none. `ends`: see `ends_folder`. `processes`: on this machine, which
+    share its processors as those of Lightning's own launchers do. The launcher of the group's ranks adds RANK and the like.
     """
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ENV_TORCHRUN_RESTARTS)
     child = {k: v for k, v in (os.environ if env is None else env).items() if k not in ranks}
@@ -176,6 +179,7 @@ def child_environment(
     child[ENV_NUM_GROUPS] = str(num_groups)
     child[ENV_LIGHTHOUSE] = lighthouse
     child[ENV_DEVICE] = str(device)
+    child.setdefault(ENV_THREADS, str(max(1, len(os.sched_getaffinity(0)) // processes)))
     if ends:
         child[ENV_ENDS] = ends
     if job_id and child.get(ENV_JOB, "") in ("", SHARED_JOB):

@@ -93,6 +93,7 @@ class SupervisorLauncher:
                 lighthouse=address,
                 job_id=job_id,
                 ends=ends,
+                processes=scope.supervised * scope.group_size,
             )
 
         try:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lightning.fabric.utilities.distributed import _suggested_max_num_threads
 
 from ft_core.environment import Supervision
 from ft_core.launch.rank_group import rank_environment
@@ -33,6 +34,7 @@ def child_environment(
         device=number * supervisor.group_size,
         lighthouse="tcp://h:1",
         job_id=supervisor.job_id,
+        processes=supervisor.supervised * supervisor.group_size,
         env=env,
     )
 
@@ -204,6 +206,14 @@ def test_supervised_child_is_a_member_on_its_own_device() -> None:
     scope = resolve(env, devices=3)
     assert (scope.role, scope.index, scope.num_groups) == (Role.MEMBER, 1, 3)
     assert (scope.device, scope.supervisor_pid, scope.restarts) == (1, 42, 2)
+
+
+def test_supervised_processes_share_the_processors_as_those_of_the_stock_launcher_do() -> None:
+    supervisor = resolve({}, devices=2)
+    wanted = str(_suggested_max_num_threads(2))
+    assert child_environment({}, supervisor, number=1)["OMP_NUM_THREADS"] == wanted
+    said = {"OMP_NUM_THREADS": "7"}
+    assert child_environment(said, supervisor, number=1)["OMP_NUM_THREADS"] == "7"
 
 
 def test_arguments_beat_the_environment() -> None:
