@@ -108,6 +108,10 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         """Data are divided over `world_size` processes."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
+    @property
+    def is_in_step(self) -> bool:
+        return self._open
+
     def _set_world_ranks(self) -> None:
         """Called by Fabric's connector when the Fabric is made."""
         if self._scope is None:

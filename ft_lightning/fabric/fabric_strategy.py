@@ -43,7 +43,8 @@ from ft_lightning.shared.launcher import SupervisorLauncher
 from ft_lightning.shared.registration import NAME
 from ft_lightning.shared.strategy_base import NoLongerLeads, refuse_lbfgs
 from ft_lightning.shared.topology import Role
-from ft_lightning.trainer.batches import adopt, adopted, sharding_sampler
+from ft_lightning.shared.world_of_torch import sharding_sampler
+from ft_lightning.trainer.batches import adopt, adopted
 from ft_lightning.trainer.saves import copied, write_whole
 from lighthouse.files import machine_file, replace_whole
 

@@ -35,6 +35,7 @@ from ft_lightning.shared import trainings
 from ft_lightning.shared.launch_env import ENV_DEVICE, LaunchEnv
 from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
 from ft_lightning.shared.topology import Role, Scope, resolve
+from ft_lightning.shared.world_of_torch import stand_in
 from lighthouse.errors import TrainingOver
 
 if TYPE_CHECKING:
@@ -355,6 +356,20 @@ class StrategyBase(_Base):
                 self._on_takeover()
         return self._leader
 
+    @property
+    def divides_now(self) -> bool:
+        """Whether `distributed_sampler_kwargs` say how a sampler that is made now divides its data: under a Trainer
+        in a run, since nothing says before what it is for."""
+        if not hasattr(self, "lightning_module"):
+            return True
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and trainer.state.status == "running"
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the loop's thread computes a batch."""
+        raise NotImplementedError
+
     def _on_takeover(self) -> None:
         """The training is over, the process that wrote is dead, and this one writes from now on."""
 
@@ -410,6 +425,7 @@ class StrategyBase(_Base):
         self._leader = scope.rank == 0 and scope.restarts == 0
         self._group_leads = scope.index == 0
         act_as_leader(self._leader, scope)
+        stand_in(self)
 
     def _group_size(self, launched: LaunchEnv, devices: int, num_nodes: int) -> int | None:
         """How many processes a replica group has, as far as options say. Raises ValueError."""
@@ -442,6 +458,8 @@ class StrategyBase(_Base):
         if self.scope.role is Role.MEMBER:
             live_with_group(self.scope)
             self._launcher = None
+            if (processes := len(self.parallel_devices or ())) > 1:  # as the stock launcher does
+                self._from("fabric.utilities.distributed")._set_num_threads_if_needed(processes)
         else:
             self._launcher = SupervisorLauncher(
                 self.scope,

@@ -33,6 +33,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from ft_core.heal.random_numbers import RandomNumbers, unchanged
 from ft_core.manager import Manager
 from ft_lightning.shared.draws import Draws, begin_pass, bring, is_stream, state_of, travelling
+from ft_lightning.shared.world_of_torch import sharding_sampler
 from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_lightning")
@@ -644,15 +645,6 @@ class DataShare:
                 if sampler is not None:
                     sampler.rank = place["rank"]
             self._batches.jump(self._trainer)
-
-
-def sharding_sampler(loader: Any, shards: int) -> DistributedSampler[Any] | None:
-    """What divides the data of `loader` into this many shards; None: it can't be told."""
-    batches = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None), batches):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == shards:
-            return sampler
-    return None
 
 
 def check_loader(loader: Any, shards: int) -> None:

@@ -32,6 +32,7 @@ from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
 from ft_lightning.shared.step_collectives import CopyRanks, operation, refuse_gradients
 from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
+from ft_lightning.shared.world_of_torch import divide_anew
 from ft_lightning.trainer import finetuning, healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
 from ft_lightning.trainer.batches import (
@@ -54,7 +55,6 @@ from ft_lightning.trainer.validation import Validation
 from lighthouse.errors import TrainingOver
 
 ENV_WORLD_SIZE = "WORLD_SIZE"
-
 
 ENDED_MEANWHILE = (
     "this training has ended just as the process came back: it starts again, and passes over it"
@@ -119,6 +119,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if trainer is not None and trainer.training:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def is_in_step(self) -> bool:
+        return self._driver_of_step() is not None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the participants of the step, inside `training_step`; else over the ranks of
@@ -454,11 +458,13 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             say("ft_lightning", what_is_not_known(before, now, batches_done(trainer)))
 
     def process_dataloader(self, dataloader: object) -> object:
-        """As the stock method; a training loader is divided among the replica groups."""
-        loader = super().process_dataloader(dataloader)
-        if self._batches is not None and self._trainer.training:
+        """As the stock method; a training loader is divided among the replica groups, another one is not."""
+        loader, place = super().process_dataloader(dataloader), self.distributed_sampler_kwargs
+        if not self._trainer.training:
+            divide_anew(loader, self.world_size, place)
+        elif self._batches is not None:
             if self._options.spares and self._job.data_shares > 1:
-                check_loader(loader, self.distributed_sampler_kwargs["num_replicas"])
+                check_loader(loader, place["num_replicas"])
             self._batches.adopt_loader(loader)
         return loader
 

@@ -30,7 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
@@ -45,7 +51,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ft_lightning
 from tests.harness.script import digest
@@ -331,6 +337,26 @@ def every_second_step(place: Place) -> Result:
     trace = Trace()
     trainer = place.trainer(trace)
     fit(trainer, Overriding(place))
+    return trace.result(trainer)
+
+
+def own_samplers(place: Place) -> Result:
+    """A library's loaders divide their data by torch's sampler, which asks how many processes there are."""
+
+    class Divides(LightningDataModule):
+        def setup(self, stage: str) -> None:
+            self.train, self.val = (loader.dataset for loader in loaders())
+            self.of_val: Any = DistributedSampler(self.val, shuffle=False)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(self.train, BATCH, sampler=DistributedSampler(self.train, seed=4))
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(self.val, 16, sampler=self.of_val)
+
+    trace = Trace()
+    trainer = place.trainer(trace)
+    trainer.fit(Net(place), datamodule=Divides())
     return trace.result(trainer)
 
 
@@ -735,6 +761,7 @@ SCENARIOS: dict[str, Callable[[Place], Result]] = {
         fp16,
         gan,
         every_second_step,
+        own_samplers,
         nothing_on_one,
         scopes,
         stops,

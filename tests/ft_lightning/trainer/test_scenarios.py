@@ -24,7 +24,16 @@ from tests.harness.lighthouses import patient_lighthouse
 
 pytestmark = pytest.mark.process
 
-AS_STOCK = ("accumulate", "bf16", "fp16", "gan", "every_second_step", "shared", "by_hand")
+AS_STOCK = (
+    "accumulate",
+    "bf16",
+    "fp16",
+    "gan",
+    "every_second_step",
+    "own_samplers",
+    "shared",
+    "by_hand",
+)
 RETRIED = {
     "accumulate:retry": {"1": 0, "10": 1},
     "fp16:retry": {"2": 0, "9": 1},
