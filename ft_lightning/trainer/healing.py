@@ -97,11 +97,31 @@ def dump(trainer: Any, data: Batches, *, batches: int = 0) -> dict[str, Any]:
         "logs": log_places(trainer),
         "rows": trainer.strategy.kept_rows(),
         "checkpoint_names": trainer.strategy.checkpoint_names.state(),
+        "last_saves": last_saves(trainer.checkpoint_callbacks),
         "trained": finetuning.trained(trainer),
         "loaded_in": _loaded_in(trainer),
         "asked_with": data.asked_with,
         "origin": astuple(data.origin),
     }
+
+
+_OF_LAST_SAVE = (
+    "_last_checkpoint_saved",
+    "_last_global_step_saved",
+    "_defer_save_until_validation",
+)
+
+
+def last_saves(callbacks: list[Any]) -> list[dict[str, Any]]:
+    """What Lightning's `ModelCheckpoint` goes by when it saves, and does not keep in a checkpoint."""
+    return [{n: vars(each)[n] for n in _OF_LAST_SAVE if n in vars(each)} for each in callbacks]
+
+
+def take_last_saves(callbacks: list[Any], told: list[dict[str, Any]]) -> None:
+    """Take a peer's `last_saves`. Without them a process that came back would write "last" at the end of a fit
+    whose end is not the last save."""
+    for callback, known in zip(callbacks, told, strict=False):
+        vars(callback).update(known)
 
 
 def _checkpoint(trainer: Any) -> dict[str, Any]:
@@ -236,6 +256,7 @@ def restore(
     adopt_log_places(trainer, state["logs"])
     trainer.strategy.take_rows(state["rows"])
     trainer.strategy.checkpoint_names.load(state["checkpoint_names"])
+    take_last_saves(trainer.checkpoint_callbacks, state["last_saves"])
     trainer.callback_metrics.update(state["metrics"])
     log.info(
         "healed: epoch %s, batch %s, global step %s",

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from ft_lightning.trainer.checkpoint_names import CheckpointNames
+from ft_lightning.trainer.healing import last_saves, take_last_saves
 from tests.harness import workers
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,3 +110,17 @@ def test_a_name_is_taken_by_what_was_there_and_what_is_saved(
         assert "file_exists" not in vars(each)
     finally:
         system.rm("memory://job", recursive=True)
+
+
+def test_a_callback_that_heals_knows_of_the_last_save() -> None:
+    """Its "last" is that save, as its peers': it wrote another one at the fit's end."""
+    peer, mine = [ModelCheckpoint(monitor="loss", save_last=True) for _ in range(2)]
+    peer._last_checkpoint_saved, peer._last_global_step_saved = "best.ckpt", 6
+    take_last_saves([mine, object.__new__(Other)], last_saves([peer, object.__new__(Other)]))
+    assert (mine._last_checkpoint_saved, mine._last_global_step_saved) == ("best.ckpt", 6)
+    trainer: Any = None  # it would be asked
+    mine.on_train_end(trainer, trainer)
+
+
+class Other(Checkpoint):
+    """Not Lightning's own."""
