@@ -48,7 +48,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,7 +59,7 @@ from ft_accelerate.runtime import group_shards
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoints import FOLDER, publish
-from ft_accelerate.runtime.divided_data import skips_by_index
+from ft_accelerate.runtime.divided_data import index_sampler, skips_by_index
 from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import Elsewhere, Phase, ScriptPosition
@@ -539,18 +539,39 @@ def _run_epoch(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs:
         return
     position, epoch = runtime.position, given["epoch"]
     steps = self.state.global_step
+    skipped = 0
     if epoch == given["epochs_trained"] and given["resume_from_checkpoint"] is not None:
-        steps -= _updates(self, given["steps_trained_in_current_epoch"])
+        skipped = given["steps_trained_in_current_epoch"]
+        steps -= _updates(self, skipped)
     _passing.discard(self.callback_handler)
     try:
         while not _done(self, position, given, steps):
             try:
-                original(**given)
+                # A Trainer that skips batches tells an own batch sampler no epoch: so the peers' knows none where
+                # they have resumed within this one.
+                with nullcontext() if skipped else _told_the_epoch(given["train_dataloader"]):
+                    original(**given)
                 return
             except Elsewhere:
                 continue
     finally:
         position.leaves = None
+
+
+@contextmanager
+def _told_the_epoch(loader: Any) -> Iterator[None]:
+    """A batch sampler of the script's own hears the epoch also where its loader skips batches: Trainer looks for
+    `set_epoch` one wrapper deep, which is `loader`'s shard then, as its peers' did with the sampler itself."""
+    shard = index_sampler(loader)
+    set_epoch = getattr(getattr(shard, "batch_sampler", None), "set_epoch", None)
+    if set_epoch is None:
+        yield
+        return
+    vars(shard)["set_epoch"] = set_epoch
+    try:
+        yield
+    finally:
+        del vars(shard)["set_epoch"]
 
 
 def _done(trainer: Any, position: ScriptPosition, given: dict[str, Any], steps: int) -> bool:

@@ -241,6 +241,15 @@ def test_killed_in_a_prediction_after_the_training(tmp_path: Path) -> None:
     assert found[0]["logs"] == found[1]["logs"]
 
 
+def test_a_batch_sampler_of_the_scripts_own_hears_the_epoch_that_one_enters(tmp_path: Path) -> None:
+    """Trainer tells it to none that is behind a loader which skips batches: the samples were those of epoch 0."""
+    found, _ = protected(TRAINER, tmp_path / "ft", "--epochs_batches", kills="1:0:on_step_begin:10")
+    for report, expected in zip(
+        found, plain(TRAINER, tmp_path / "plain", "--epochs_batches"), strict=True
+    ):
+        same(report, expected)
+
+
 def test_a_hot_spare_takes_over_the_share_of_one_that_is_killed(
     oracle: list[Report], tmp_path: Path
 ) -> None:

@@ -9,15 +9,16 @@ the event "writing" comes when a checkpoint's first files are there.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -209,6 +210,32 @@ class SaveBetter(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"best": self.best}}
 
 
+class EpochsBatches(BatchSampler):
+    """Batches in an order that follows from `set_epoch`, as those of sentence-transformers."""
+
+    def __init__(self, length: int, batch_size: int) -> None:
+        self.length, self.batch_size, self.drop_last, self.epoch = length, batch_size, False, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch))
+        return iter([batch.tolist() for batch in order.split(self.batch_size)])
+
+    def __len__(self) -> int:
+        return math.ceil(self.length / self.batch_size)
+
+
+class EpochsTrainer(Trainer):
+    def get_train_dataloader(self) -> Any:
+        batches = EpochsBatches(len(self.train_dataset), self.args.train_batch_size)
+        loader = DataLoader(
+            self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator
+        )
+        return self.accelerator.prepare(loader)
+
+
 def await_(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.02)
@@ -239,6 +266,7 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--stop_at", type=int, default=-1)
     parser.add_argument("--save_better", action="store_true")
+    parser.add_argument("--epochs_batches", action="store_true")
     parser.add_argument("--await_late", action="store_true")
     options = parser.parse_args()
     out = Path(options.out)
@@ -294,7 +322,7 @@ def main() -> None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     if options.save_better:
         callbacks.append(SaveBetter())
-    trainer = Trainer(
+    trainer = (EpochsTrainer if options.epochs_batches else Trainer)(
         model=model,
         args=arguments,
         train_dataset=Sources(["argparse", "ast", "abc"], 104),
