@@ -67,12 +67,14 @@ def install() -> None:
     trainer.watch()
     succession.watch()
     when_imported("torchmetrics.metric", _on_metrics)
+    when_imported("torch.distributed.nn", _on_collectives_with_gradients)
+    when_imported("sentence_transformers.util.distributed", _on_embeddings)
 
 
 def uninstall() -> None:
     """Give Accelerate its own code back, and leave the quorum."""
     processes.forget()
-    seams.take_out((*SEAMS, *METRICS))
+    seams.take_out((*SEAMS, *METRICS, *COLLECTIVES_WITH_GRADIENTS, *EMBEDDINGS))
 
 
 @dataclass
@@ -108,6 +110,19 @@ def _over_quorum(_: Any) -> Any:
 def _on_metrics(module: ModuleType) -> None:
     if not any(seam.moved() for seam in METRICS):
         seams.put(METRICS, "another torchmetrics")
+
+
+def _on_collectives_with_gradients(module: ModuleType) -> None:
+    seams.put(COLLECTIVES_WITH_GRADIENTS, "another torch")
+
+
+def _on_embeddings(module: ModuleType) -> None:
+    if not any(seam.moved() for seam in EMBEDDINGS):
+        seams.put(EMBEDDINGS, "another sentence_transformers")
+
+
+def _with_our_rank(dist: Any) -> Any:
+    return world.TorchProxy(dist, get_rank=world.get_rank, all_reduce=world.all_reduce)
 
 
 def _with_our_model(_: Any) -> Any:
@@ -611,3 +626,21 @@ METRICS = tuple(
     for module in ("torchmetrics.utilities.distributed", "torchmetrics.metric")
 )
 """With which `compute()` of torchmetrics reaches all processes, as it does by default."""
+
+COLLECTIVES_WITH_GRADIENTS = tuple(
+    Seam(module, name, (), functools.partial(world.refuse_with_gradients, name))
+    for module in ("torch.distributed.nn.functional", "torch.distributed.nn")
+    for name in world.WITH_GRADIENTS
+)
+
+EMBEDDINGS = seams.table(
+    {
+        "sentence_transformers.util.distributed": (
+            ("dist", (), _with_our_rank),
+            ("get_rank",),
+            ("all_gather", ("tensor", "with_grad"), while_active(world.gather_embeddings)),
+        )
+    }
+)
+"""With which `gather_across_devices=True` of sentence-transformers' losses reaches all processes. Its evaluators
+see one process: each evaluates by itself. Where a version has other names, its gather is refused."""

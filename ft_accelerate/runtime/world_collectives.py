@@ -120,6 +120,34 @@ def _rows(tensor: Tensor) -> list[Tensor]:
     return rows
 
 
+class _GatherWithGradients(torch.autograd.Function):
+    """The rows of all configured processes. The gradient of a row is the sum of what all have of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.index = current().process_index
+        return torch.cat(_rows(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        all_reduce(total)
+        return total.chunk(current().num_processes)[ctx.index]
+
+
+def gather_embeddings(
+    runtime: Runtime, original: Any, tensor: Tensor, with_grad: bool = False
+) -> Tensor:
+    """sentence-transformers' `all_gather`: what all processes have, along the first dimension. Without
+    `with_grad` gradients reach this process's own part only."""
+    if with_grad:
+        gathered: Tensor = _GatherWithGradients.apply(tensor)
+        return gathered
+    rows = _rows(tensor)
+    rows[runtime.process_index] = tensor
+    return torch.cat(rows)
+
+
 def all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
@@ -408,6 +436,38 @@ INSTEAD = {
     "reduce_scatter": "accelerator.reduce",
     "reduce_scatter_tensor": "accelerator.reduce",
 }
+
+
+WITH_GRADIENTS = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+)
+"""The functions of `torch.distributed.nn`, through which gradients pass."""
+
+
+def refuse_with_gradients(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.distributed.nn`'s function `name`, which refuses the world. That of a library, too: its loss
+    would be one over this process's samples, without a word."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        runtime = active()
+        if runtime is not None and runtime.num_processes > 1:
+            if not _has_own_group(kwargs.get("group"), args):
+                raise RuntimeError(
+                    f"torch.distributed.nn.{name} reaches this process only, not the "
+                    f"{runtime.num_processes} processes that train together: use accelerator.gather or "
+                    "accelerator.reduce where no gradients need to pass, or pass the group that you mean"
+                )
+        return original(*args, **kwargs)
+
+    return function
 
 
 def refuse_own_use(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,6 +59,9 @@ def make_tracker(folder: Path, index: int) -> Any:
 def operations(accelerator: Any, folder: Path) -> dict[str, Callable[[], Any]]:
     from accelerate import utils
 
+    from ft_accelerate.runtime import process as processes
+    from ft_accelerate.runtime import world_collectives as world
+
     mine = accelerator.process_index + 1
 
     def first() -> Any:
@@ -96,7 +99,15 @@ def operations(accelerator: Any, folder: Path) -> dict[str, Callable[[], Any]]:
         found.update(torch.full((mine,), float(mine)))
         return found.compute().tolist()
 
+    def gather_embeddings() -> Any:
+        own = torch.tensor([float(mine)], requires_grad=True)
+        rows = world.gather_embeddings(processes.current(), None, own, with_grad=True)
+        (mine * rows.sum()).backward()
+        assert own.grad is not None
+        return [rows.tolist(), own.grad.item()]
+
     return {
+        "gather_embeddings": gather_embeddings,
         "torchmetrics_sum": lambda: metric("SumMetric"),
         "torchmetrics_cat": lambda: metric("CatMetric"),
         "gather": lambda: accelerator.gather(torch.tensor([float(mine)])).tolist(),

@@ -26,6 +26,7 @@ EXPECTED: dict[str, tuple[Any, Any]] = {  # (one is away, all are there)
         [[1, 2, 3], [False, True, True]],
     ),
     "gather_for_metrics": ([1, 2, 1], [1, 2, 3]),
+    "gather_embeddings": ([[1.0, 2.0, 1.0], 4.5], [[1.0, 2.0, 3.0], 6.0]),
     "gather_object": (["p1", "p2"], ["p1", "p2", "p3"]),
     "reduce_sum": (4.5, 6.0),
     "reduce_int": (5, 6),
@@ -42,7 +43,7 @@ if importlib.util.find_spec("torchmetrics"):
     EXPECTED["torchmetrics_sum"] = (6.0, 14.0)
     EXPECTED["torchmetrics_cat"] = ([1, 2, 2, 1], [1, 2, 2, 3, 3, 3])
 
-TWO_EXCHANGES = ("gather_nested", "pad_across_processes")
+TWO_EXCHANGES = ("gather_embeddings", "gather_nested", "pad_across_processes")
 
 
 @pytest.fixture(scope="module")

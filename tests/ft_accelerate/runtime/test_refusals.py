@@ -291,11 +291,24 @@ def test_the_script_s_own_collectives_are_refused(name: str) -> None:
         getattr(dist, name)(*arguments)
 
 
+def test_collectives_through_which_gradients_pass_are_refused() -> None:
+    accelerator()
+    from torch.distributed import nn as with_gradients
+
+    for module in (with_gradients, with_gradients.functional):
+        with pytest.raises(RuntimeError, match="distributed.nn.all_gather reaches this process"):
+            module.all_gather(torch.ones(1))
+
+
 def test_collectives_with_a_group_of_one_s_own_are_left_alone() -> None:
     accelerator()
-    value = torch.ones(1)
-    dist.all_reduce(value, group=dist.new_group([0]))
+    value, group = torch.ones(1), dist.new_group([0])
+    dist.all_reduce(value, group=group)
     assert value.item() == 1
+    from torch.distributed import nn as with_gradients
+
+    (row,) = with_gradients.all_gather(value, group)
+    assert row.item() == 1
 
 
 @pytest.mark.parametrize(
