@@ -87,6 +87,9 @@ class _Pass:
         self._iteration.has_length = self._length is not None
         self._share = -1
         """Of the data, which is read."""
+        self._others_between = False
+        """Whether the script has asked other loaders for batches between two of this pass: it does not run through the
+        pass at once, as an evaluation does."""
 
     def batches(self) -> Iterator[Any]:
         """What the script gets."""
@@ -122,7 +125,9 @@ class _Pass:
                         tell_rest(loader)
                 iteration.yielded += 1
                 position.batches += 1
+                given = position.batches
                 yield batch
+                self._others_between |= position.batches != given
         finally:
             if real is not None:
                 real.close()  # type: ignore[attr-defined]
@@ -204,7 +209,8 @@ class _Pass:
             length = position.lengths.get(iteration.seq)
         whole = length
         not_all = position.entry is not None and position.leaves is None
-        if not_all or not self._runtime.prepared.training:
+        evaluates = not self._runtime.prepared.training and not self._others_between
+        if not_all or evaluates:
             some = iteration.left_out + SHOWN_BATCHES
             length = min(some, length or some)
         if length is not None and iteration.yielded >= length:

@@ -51,6 +51,23 @@ for epoch in range(epochs):
         accelerator.backward(model(batch + accelerator.process_index).square().mean())
         step()
 """
+CYCLES = """
+def cycle(loader):
+    while True:
+        yield from loader
+
+loader, checks = accelerator.prepare(loader, torch.utils.data.DataLoader(data, 24))
+batches, checked = cycle(loader), cycle(checks)
+for number in range(24):
+    model.train()
+    batch, = next(batches)
+    accelerator.backward(model(batch).square().mean())
+    step()
+    if number % 4 == 0:
+        model.eval()
+        with torch.no_grad():
+            model(next(checked)[0])
+"""
 END = """
 weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
 (out / str(accelerator.process_index)).write_text(hashlib.sha256(weights).hexdigest())
@@ -58,9 +75,12 @@ weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("loop", [PENALTIES, ROLLOUTS], ids=["prepared loader", "own loader"])
+@pytest.mark.parametrize(
+    "loop", [PENALTIES, ROLLOUTS, CYCLES], ids=["prepared loader", "own loader", "endless loaders"]
+)
 def test_it_looks_at_zeros_and_has_the_weights_of_a_whole_run(tmp_path: Path, loop: str) -> None:
-    """A penalty of gradients by inputs, weights by those of the last layer, gradients that are clipped one by one."""
+    """A penalty of gradients by inputs, weights by those of the last layer, gradients that are clipped one by one. With
+    endless loaders a pass over the data of evaluations goes on across training batches, in the past, too."""
     ends = set()
     for name, dies in {"whole": 0, "killed": 15}.items():
         out = tmp_path / name
