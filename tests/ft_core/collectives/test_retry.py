@@ -481,6 +481,8 @@ def test_a_model_that_is_dropped_leaves_no_memory_behind(attached: bool) -> None
             member.reducer.detach()
         model = member.wrap(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
         loss_of(model, DATA[0, manager.rank]).backward()
+        # A forward puts back what it has found there, which may be the other thread's model. Both are over.
+        nn.parallel.DistributedDataParallel._active_ddp_module = None
         manager.step_end_hooks.clear()  # a Manager holds them weakly
         known = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
         member.models.clear()
