@@ -210,6 +210,7 @@ class _Pass:
         whole = length
         not_all = position.entry is not None and position.leaves is None
         evaluates = not self._runtime.prepared.training and not self._others_between
+        evaluates = evaluates and not self._runtime.past.within(iteration.seq)
         if not_all or evaluates:
             some = iteration.left_out + SHOWN_BATCHES
             length = min(some, length or some)

@@ -36,6 +36,7 @@ from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, OwnWrites, Saves, TrackerRuns
 from ft_accelerate.runtime.means import Means
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel, Prepared, freeze, thaw
+from ft_accelerate.runtime.past_results import PastResults
 from ft_accelerate.runtime.script_position import (
     CAUGHT,
     EARLY,
@@ -81,6 +82,7 @@ class Runtime:
         self.startup = StartupCollectives(ranks)
         self.position, self.prepared = ScriptPosition(), Prepared()
         self.means = Means(self.prepared, self.position)
+        self.past = PastResults(self.position)
         self._weights = states.Weights(lambda: self.prepared.accelerators)
         self._begun = states.Begun()
         self._data = DividedData.of(ranks, self.position)
@@ -150,10 +152,8 @@ class Runtime:
 
     @property
     def local_leader(self) -> bool:
-        """Whether this process is the main one of its machine.
-
-        On a machine of several: the first one that the launcher has started there, since each
-        machine has files of its own. On the only one: the main one, so that one speaks."""
+        """Whether this process is the main one of its machine. On a machine of several: the first one that the
+        launcher has started there, since each has files of its own. On the only one: the main one, so that one speaks."""
         told = self._supervision
         if 0 < told.children < self.options.num_replica_groups:
             return told.child == 0 and self.group_ranks.place.local_rank == 0 and self.live
@@ -334,12 +334,9 @@ class Runtime:
         return self._open_gradients(computes=True)
 
     def _open_gradients(self, *, computes: bool = False) -> bool:
-        """Open an attempt. False: this process has healed, and its peers have done this step. `computes`: backward
-        is under way.
-
-        All processes check that they are at this step; else the attempt fails. Under a quorum that has
-        committed a gradient step they seldom check again (`_gradients_committed`).
-        """
+        """Open an attempt. False: this process has healed, and its peers have done this step. `computes`: backward is
+        under way. All processes check that they are at this step; else the attempt fails. Under a quorum that has
+        committed a gradient step they seldom check again (`_gradients_committed`)."""
         self._begin("grad")
         self._go_live_if_there("grad")
         if not self.live and self.position.grad_is_done:
@@ -380,8 +377,7 @@ class Runtime:
             attempt: does it once. What it returns counts if the attempt is committed.
             alone: the result where this process has no peers at this place of the script.
             size: bytes of a result.
-            keep: keep the result for processes that come back in this window. False: they get
-                `alone()`, since the result is in their state.
+            keep: keep the result for processes that come back. False: it is in the state that they take.
         """
         self.comes_to_another_place()
         if self.unfinished is not None:
@@ -399,10 +395,11 @@ class Runtime:
         )
         if agreed is not None:
             result = agreed.result
-            self.position.log(kind.what, result if keep else None, size(result) if keep else 0)
+            for kept in (self.position.log, self.past.add):
+                kept(kind.what, result if keep else None, size(result) if keep else 0)
             return result
         if self.position.phase is Phase.FAST_FORWARD:
-            return alone()
+            return self.past.answer(kind.what, alone)
         result = self.position.replay_op(kind.what)
         return alone() if result is None else result
 
@@ -597,7 +594,7 @@ class Runtime:
             return self._healed  # this script is on its way there, and so are parts of its state
         state = states.dump(self.prepared.accelerators, self.position.describe(self._at))
         state["gradients"] = self.means.given(within_backward=self._at == "grad")
-        state.update(self._begun.marked())
+        state.update(self._begun.marked(), past=self.past.dump())
         return states.copied(state) if self.serve_copies else state
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -609,6 +606,7 @@ class Runtime:
         self.position.relocate(target)
         self._begun.relocated(remembers=self.position.remembers)
         self.means.peers = state["gradients"]
+        self.past.take(state["past"])
         self._take()
         log.info("healed; the others are in pass %s over the loaders, batch %s", *place)
 
@@ -658,6 +656,8 @@ class Runtime:
     def _at_exit(self) -> None:
         """The script has ended: without `end_training`, or by an error?"""
         if hasattr(sys, "last_value") or self._sigterm.noted:
+            if not (self.live or self._sigterm.noted):
+                log.warning(EARLY)
             self.close()
             return
         if self.ends_early():

@@ -48,8 +48,8 @@ COMPUTED_GRADS = 8
 CAUGHT = "this process ends, since its script has caught an error and goes on, after which it can't train: {}"
 EARLY = (
     "this process came back, and its script ended before it was where its peers are, so nothing of this "
-    "life counts: values that decide when a script ends (early stopping) must be in an object that is "
-    "registered with accelerator.register_for_checkpointing"
+    "life counts: values that decide when a script ends (early stopping) must come from small results of "
+    "operations (gather), or be in an object that is registered with accelerator.register_for_checkpointing"
 )
 
 ANOTHER_PATH = (

@@ -154,3 +154,60 @@ def test_a_process_dies_behind_a_change_of_the_rate_or_the_decision_to_stop(
         found.append(ends(said_by(script, tmp_path / name, 1, 30)))
     assert all(len(each) == 1 and each == found[-1] for each in found)
     assert found[0].pop().startswith("end 5 ")
+
+
+IN_VARIABLES = """
+import os, signal, torch
+from accelerate import Accelerator
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(26, 8), torch.arange(26))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+held_out = torch.utils.data.DataLoader(data, batch_size=2)
+model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
+best, bad, seen = float("inf"), 0, []
+for epoch in range(20):
+    model.train()
+    for index, (batch, _) in enumerate(loader):
+        if (epoch, index, accelerator.process_index) == DIES and os.environ.get("FT_RESTARTS", "0") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.backward((model(batch)[:, 0] - batch.sum(1)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    found, numbers = [], []
+    for batch, number in held_out:
+        errors, its = accelerator.gather_for_metrics((model(batch).detach()[:, 0] - batch.sum(1), number))
+        found.append(errors)
+        numbers += its.tolist()
+    assert sorted(numbers) == list(range(26)), numbers
+    loss = torch.cat(found).square().mean().item()
+    seen.append(round(loss, 6))
+    bad = 0 if loss < best - 1e-2 else bad + 1
+    if loss < best:
+        best = loss
+        accelerator.wait_for_everyone()
+    if bad == 2:
+        break
+accelerator.wait_for_everyone()
+print("end", epoch, seen, flush=True)
+"""
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_script_that_decides_by_variables_decides_in_its_past_as_its_peers_did(
+    tmp_path: Path, process: int
+) -> None:
+    """Its metrics come from operations. In its past they were those of one batch again and again: it stopped there, in
+    each of its lives."""
+    found = []
+    for name, dies in (("killed", (4, 2, process)), ("whole", None)):
+        (tmp_path / name).mkdir()
+        script = IN_VARIABLES.replace("DIES", repr(dies))
+        said = said_by(script, tmp_path / name, 1, 30)
+        assert ("was killed by SIGKILL" in said) == (dies is not None)
+        found.append(ends(said))
+    assert len(found[0]) == 1 and found[0] == found[1]
