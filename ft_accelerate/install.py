@@ -125,6 +125,10 @@ def _with_our_rank(dist: Any) -> Any:
     return world.TorchProxy(dist, get_rank=world.get_rank, all_reduce=world.all_reduce)
 
 
+def _with_our_world(dist: Any) -> Any:
+    return world.TorchProxy(dist, get_rank=world.get_rank, get_world_size=world.get_world_size)
+
+
 def _with_our_model(_: Any) -> Any:
     return world.torch_proxy(world.FUNCTIONS, DistributedDataParallel=_Model)
 
@@ -606,7 +610,10 @@ SEAMS = (
                     (name, (), functools.partial(world.refuse_own_use, name))
                     for name in world.INSTEAD
                 ),
+                ("get_world_size", ("group",), functools.partial(world.tell_all, "get_world_size")),
+                ("get_rank", ("group",), functools.partial(world.tell_all, "get_rank")),
             ),
+            "torch.utils.data.distributed": (("dist", (), _with_our_world),),
         }
     ),
     *(

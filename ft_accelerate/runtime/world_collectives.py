@@ -9,7 +9,7 @@ so that shapes are what the script expects and means stay unbiased; sums are sca
 
 torch itself stays as it is, except for a refusal: `torch.distributed.all_reduce(x)` in a script would
 reduce over this one process and look as if it had worked. Libraries that know about process groups of
-their own are left alone.
+their own are left alone. And scripts and samplers that ask it for the number of processes are told of all.
 """
 
 from __future__ import annotations
@@ -484,6 +484,25 @@ def refuse_own_use(name: str, original: Callable[..., Any]) -> Callable[..., Any
                     f"{INSTEAD[name]}, or pass the group that you mean"
                 )
         return original(*args, **kwargs)
+
+    return function
+
+
+SEE_THIS_PROCESS = (*LIBRARIES, "ft_core", "sentence_transformers")
+"""Packages that ask torch.distributed itself for its world, which is this process or its replica group."""
+
+
+def tell_all(name: str, original: Callable[..., int]) -> Callable[..., int]:
+    """`torch.distributed`'s get_world_size or get_rank, as a script or a library asks that knows nothing of replica groups
+    (timm's samplers, say). It is told of all processes, as without fault tolerance: told of one, each would read all data, or
+    write all files, without a word. If it reduces then, that is refused."""
+
+    def function(group: Any = None) -> int:
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if active() is None or _is_own(group) or caller in SEE_THIS_PROCESS:
+            return original(group)
+        number: int = FUNCTIONS[name](group)
+        return number
 
     return function
 

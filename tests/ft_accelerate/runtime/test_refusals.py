@@ -311,6 +311,16 @@ def test_collectives_with_a_group_of_one_s_own_are_left_alone() -> None:
     assert row.item() == 1
 
 
+def test_scripts_and_samplers_are_told_of_all_processes() -> None:
+    """Samplers of libraries, which ask torch, gave each process all of the data."""
+    accelerator()
+    index = processes.current().process_index
+    assert (dist.get_world_size(), dist.get_rank()) == (2, index)
+    sampler = torch.utils.data.DistributedSampler(range(8), shuffle=False)
+    assert list(sampler) == [index, index + 2, index + 4, index + 6]
+    assert dist.get_world_size(dist.new_group([0])) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
