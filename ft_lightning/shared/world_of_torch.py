@@ -91,10 +91,9 @@ def _tell(module: str, strategy: Any) -> None:
     if strategy.scope.rank == 0:
         say(
             "ft_lightning",
-            f"{module} asks torch.distributed for other processes within a step. It is given none: what it reduces or "
-            "gathers over them (a loss over the samples of all, say) is of this process alone, and the weights are not "
-            "those of ddp. Over all processes are what all_gather and reduce of the module or Fabric return, without "
-            "gradients",
+            f"{module} asks torch.distributed for other processes within a step, which knows of none: what it then reduces "
+            "or gathers itself (a loss over the samples of all, say) covers this process alone, and the weights are not "
+            "those of ddp. all_gather and reduce of the module or of Fabric reach all processes, without gradients",
         )
 
 

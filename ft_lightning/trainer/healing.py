@@ -174,29 +174,26 @@ class ChangedInStep:
     def __init__(self, module: Any, *, but_trained: bool) -> None:
         """`but_trained`: not those of the optimizers, which step within `training_step`."""
         self._module, self._but_trained = module, but_trained
+        self._parameters: dict[str, torch.Tensor] = {}
         self._names: set[str] | None = None
         self._kept: dict[str, torch.Tensor] = {}
         self._seen: dict[str, tuple[int, int]] = {}
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        named = self._module.named_parameters()
-        return {n: p for n, p in named if not (self._but_trained and p.requires_grad)}
-
     def begin(self) -> None:
         """The first batch of a step is about to be computed."""
-        parameters = self._parameters()
         names = self._names
+        if names is None:  # the model is wrapped by now: its parameters stay the same objects
+            self._parameters = dict(self._module.named_parameters())
+        self._seen = self._versions()
         if names is None:
-            small = sum(p.nbytes for p in parameters.values()) <= KEPT_BYTES
-            names = set(parameters) if small else set()
-        kept = {n: parameters[n].detach().clone() for n in names & parameters.keys()}
-        self._kept, self._seen = kept, _versions(parameters)
+            small = sum(self._parameters[name].nbytes for name in self._seen) <= KEPT_BYTES
+            names = set(self._seen) if small else set()
+        self._kept = {n: self._parameters[n].detach().clone() for n in names & self._seen.keys()}
 
     def end(self) -> None:
         """A batch was computed."""
-        now = _versions(self._parameters())
-        changed = {name for name, seen in self._seen.items() if now.get(name, seen) != seen}
-        self._names = changed | (self._names or set())
+        changed = dict(self._versions().items() - self._seen.items())
+        self._names = (self._names or set()).union(changed)
         self._kept = {name: value for name, value in self._kept.items() if name in self._names}
 
     def before(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -206,13 +203,15 @@ class ChangedInStep:
     @torch.no_grad()
     def put_back(self) -> None:
         """The step's batches are computed again."""
-        parameters = self._parameters()
         for name, value in self._kept.items():
-            parameters[name].copy_(value)
+            self._parameters[name].copy_(value)
 
-
-def _versions(parameters: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    return {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (p._version, p.data_ptr())
+            for name, p in self._parameters.items()
+            if not (self._but_trained and p.requires_grad)
+        }
 
 
 def set_aside(trainer: Any, state: dict[str, Any]) -> dict[str, Any]:
