@@ -171,6 +171,10 @@ class StepDriver:
         batches.adopt(trainer.fit_loop.epoch_loop, _catching(self))
 
     @property
+    def _alone(self) -> bool:
+        return bool(self._trainer.strategy.scope.world_size == 1)
+
+    @property
     def waits(self) -> bool:
         """Whether the loop waits for a quorum."""
         return self._place is not None
@@ -317,8 +321,11 @@ class StepDriver:
                 self._commit()
         finally:
             self.computing = False
-        if output is None and not self._manual and self._trainer.strategy.scope.world_size > 1:
-            return zero_loss(self._trainer.lightning_module)  # the peers' gradients wait for one
+        if output is None and not self._manual:
+            if not self._alone:
+                return zero_loss(self._trainer.lightning_module)  # the peers' gradients wait for one
+            # No vote follows that would carry it.
+            self._decisions.agree_to_stop(self._trainer.should_stop or self._decisions.stop_wished)
         return output
 
     def before_backward(self) -> None:
@@ -465,8 +472,8 @@ class StepDriver:
         `mine` None: it gathers nothing. `last`: a batch follows, where newcomers heal. Returns None if this group is behind: it heals at the next
         batch.
         """
-        if self.open:
-            return None  # the last batch of the epoch had no backward
+        if self.open:  # the last batch of the epoch had no backward
+            return ([] if mine is None else [mine], 0) if self._alone else None
         self._lost = self._lost or self._manager.is_healing()  # evicted, and let in again
         if self._lost:
             return None
