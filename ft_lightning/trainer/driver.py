@@ -322,8 +322,8 @@ class StepDriver:
         finally:
             self.computing = False
         if output is None and not self._manual:
-            if not self._alone:
-                return zero_loss(self._trainer.lightning_module)  # the peers' gradients wait for one
+            if not self._alone:  # the peers' gradients wait for one
+                return zero_loss(self._trainer.lightning_module)
             # No vote follows that would carry it.
             self._decisions.agree_to_stop(self._trainer.should_stop or self._decisions.stop_wished)
         return output
