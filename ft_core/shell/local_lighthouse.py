@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lighthouse
@@ -48,22 +50,25 @@ def ensure_local_lighthouse(
 
 
 def _answers(address: str) -> bool:
-    import socket
-
+    """Whether a lighthouse is there; False: nothing listens, or not any more. One that is slow (a busy machine) has as
+    long to answer as another would have to start."""
     host, port = address.removeprefix("tcp://").split(":")
-    try:  # ZeroMQ would wait and retry where no process listens
-        socket.create_connection((host, int(port)), PROBE_TIMEOUT_S).close()
-    except OSError:
-        return False
-    try:
-        with LighthouseClient(address, timeout_s=PROBE_TIMEOUT_S) as client:
-            client.status()
-    except LighthouseError as error:
-        raise LighthouseUnavailable(
-            f"something listens at {address}, but not a lighthouse that we can talk to ({error}): "
-            "stop it, or start a lighthouse elsewhere and set TORCHFT_LIGHTHOUSE"
-        ) from error
-    return True
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:  # ZeroMQ would wait and retry where no process listens
+            socket.create_connection((host, int(port)), PROBE_TIMEOUT_S).close()
+        except OSError:
+            return False
+        try:
+            with LighthouseClient(address, timeout_s=PROBE_TIMEOUT_S) as client:
+                client.status()
+            return True
+        except LighthouseError as error:
+            if time.monotonic() > deadline:
+                raise LighthouseUnavailable(
+                    f"something listens at {address}, but not a lighthouse that we can talk to ({error}): "
+                    "stop it, or start a lighthouse elsewhere and set TORCHFT_LIGHTHOUSE"
+                ) from error
 
 
 def _start(address: str, exit_when_idle_s: float) -> None:
