@@ -25,6 +25,7 @@ from ft_accelerate.runtime.divided_data import generator_of, seeded_sampler
 from ft_accelerate.runtime.models import FollowsTheScript
 from ft_accelerate.runtime.script_position import Iteration, Target
 from ft_core.heal import digest
+from ft_core.heal.changed import ChangedInStep
 from ft_core.heal.random_numbers import RandomNumbers
 from ft_core.heal.shardings import local_part
 
@@ -274,7 +275,7 @@ class _Pickler(pickle.Pickler):
 
 class Begun:
     """What was where the window began, with which a process that comes back is led there, and computes it once more:
-    torch's random numbers, what the script has registered, schedulers and hyperparameters. Of these its peers' values
+    torch's random numbers, parameters that the script changes itself, what it has registered, schedulers and hyperparameters. Of these its peers' values
     are further, and would have it decide otherwise than they have decided: whether a loss is the best, say, whether it
     stops, and so which operations follow. A large one (an average of weights) decides about nothing, and is not kept.
 
@@ -282,8 +283,10 @@ class Begun:
     when it has come to them: else it would draw once more what it drew at its start. The loop's thread only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accelerators: Callable[[], Accelerators]) -> None:
         self._numbers = RandomNumbers()
+        self.changed = ChangedInStep(lambda: _parameters(accelerators()))
+        self.weights = Weights(accelerators)
         self._lack_draws = False
         self._decisive: dict[str, dict[str, list[Any]]] = {}
         self._large: set[tuple[int, int]] = set()
@@ -291,6 +294,7 @@ class Begun:
     def mark(self, accelerators: Accelerators) -> None:
         """A window begins."""
         self._numbers.mark()
+        self.changed.begin()
         self._mark_decisive(accelerators)
 
     def _mark_decisive(self, accelerators: Accelerators) -> None:
@@ -326,9 +330,19 @@ class Begun:
             kept["custom"] = [pickle.loads(each) if each else None for each in kept["custom"]]
         return {"numbers": self._numbers.marked(), "begun": begun}
 
+    def add_to(self, state: dict[str, Any]) -> None:
+        """What a peer needs that comes to the window."""
+        state.update(self.marked())
+        for number, each in state["accelerators"].items():
+            models = enumerate(each["models"])
+            each["models"] = [
+                its and self.changed.before(its, f"{number}.{i}.") for i, its in models
+            ]
+
     def relocated(self, *, remembers: bool) -> None:
         """A peer's state was taken. `remembers`: the script runs through a past in which it draws nothing, or less."""
         self._lack_draws |= remembers
+        self.changed.forget()
 
     def arrive(self, accelerators: Accelerators, state: dict[str, Any]) -> None:
         """The script stands where the window of its peers, who have dumped `state`, began."""
@@ -337,6 +351,7 @@ class Begun:
             self._lack_draws = False
         begin_again(accelerators, state)
         self._mark_decisive(accelerators)
+        self.changed.begin()
 
     def go_live(self, *numbers: int) -> None:
         """`numbers`: which no other process or moment has."""
@@ -412,6 +427,15 @@ def _seeded(accelerator: Any) -> list[SeedableRandomSampler]:
 
 def _stateful(accelerator: Any) -> list[Any]:
     return [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]
+
+
+def _parameters(accelerators: Accelerators) -> dict[str, Tensor]:
+    return {
+        f"{number}.{i}.{name}": parameter
+        for number, each in accelerators.items()
+        for i, model in enumerate(each._models)
+        for name, parameter in _unwrapped(model).named_parameters()
+    }
 
 
 def _unwrapped(model: Any) -> Any:

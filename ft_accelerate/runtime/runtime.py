@@ -83,8 +83,7 @@ class Runtime:
         self.position, self.prepared = ScriptPosition(), Prepared()
         self.means = Means(self.prepared, self.position)
         self.past = PastResults(self.position)
-        self._weights = states.Weights(lambda: self.prepared.accelerators)
-        self._begun = states.Begun()
+        self._begun = states.Begun(lambda: self.prepared.accelerators)
         self._data = DividedData.of(ranks, self.position)
         alone, longest_s = place.group_world_size == 1, LONGEST * options.timeout_s
         self._catch_up = CatchUp(self.position, measures=alone, longest_s=longest_s)
@@ -118,8 +117,7 @@ class Runtime:
             speaks=place.group_rank == 0,
             first=ranks.number == 0 and (supervision.restarts == 0 or ranks.is_only_group),
         )
-        self.saves = Saves(self.leadership)
-        self.own_writes = OwnWrites(slot())
+        self.saves, self.own_writes = Saves(self.leadership), OwnWrites(slot())
         self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._finished = False
         self._untaken, self._failed = False, ""
@@ -229,12 +227,12 @@ class Runtime:
                 if position.leap(iteration):
                     self.prepared.begin_accumulation()
                 if not position.arrive(iteration):
-                    self._weights.note()
+                    self._begun.weights.note()
                     self._end_if_due()
                     self._keep_peers_going()
                     return
                 self._arrived()
-                if self._weights.changed():
+                if self._begun.weights.changed():
                     self.leave_for_now("its script has changed a model on its way to its peers")
                 if self._aside:
                     self._join("fetch")
@@ -320,6 +318,8 @@ class Runtime:
 
     def _begin_gradients(self) -> bool:
         """First gradients of a backward pass: whether to reduce."""
+        if not self.position.grads:
+            self._begun.changed.note()
         self.comes_to_another_place()
         self._go_live_if_there("grad")
         if not self.live and self.position.grad_is_done:
@@ -594,7 +594,8 @@ class Runtime:
             return self._healed  # this script is on its way there, and so are parts of its state
         state = states.dump(self.prepared.accelerators, self.position.describe(self._at))
         state["gradients"] = self.means.given(within_backward=self._at == "grad")
-        state.update(self._begun.marked(), past=self.past.dump())
+        self._begun.add_to(state)
+        state["past"] = self.past.dump()
         return states.copied(state) if self.serve_copies else state
 
     def _load(self, state: dict[str, Any]) -> None:

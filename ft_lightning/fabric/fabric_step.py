@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.errors import GroupLeft
+from ft_core.heal.changed import ChangedInStep
 from ft_core.heal.random_numbers import RandomNumbers
 from ft_core.launch.ending import Sigterm
 from ft_core.optimizer import Frozen, Strangers, refuse_unfrozen
@@ -105,6 +106,10 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._averaged = AveragedGradients(self._wrapped, self._optimizers)
         self.progress = Progress()
         self._numbers = RandomNumbers()
+        models = self._models
+        self._changed = ChangedInStep(
+            lambda: {f"{i}.{n}": p for i, m in enumerate(models) for n, p in m.named_parameters()}
+        )
         self._starting = self._started = self._healed = self._took_over = False
         self._fed_by_loader = False
         self._fetching: LoaderPlace | None = None
@@ -162,6 +167,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         if window.void:
             self._forget_gradients()
             self._put_back()
+            self._changed.put_back()
             self._numbers.put_back()
         self._put_back_registered()
         if window.void and not self._abandoned():
@@ -182,6 +188,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         window.begin()
         self._averaged.begin()
         self._kept = None if window.arrived else self._copies()
+        self._changed.begin()
         if not window.arrived:
             self._registered_before = copy.deepcopy(self._registered_now())
         for model in self._wrapped:
@@ -356,6 +363,8 @@ class FabricStepMixin(FabricAgreementsMixin):
             return False
         if self._trains_alone:
             self._refuse_to_train_alone()
+        if not self._window.place.committed:
+            self._changed.note()
         self._put_back_on_arrival()
         if not self._open and not self._open_in_batch():
             self._break_off()
@@ -502,6 +511,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._averaged.break_off()
         self._note_places()
         self._kept = self._copies()
+        self._changed.begin(all_small=True)
 
     def _places(self) -> list[Place]:
         return [place.now() for place in self.progress.places]

@@ -503,8 +503,12 @@ class FTFabricMixin(FabricSavesMixin):
         places, epoch = self._places(), self.progress.completed()
         if self._votes_each_step:
             places, epoch = self._before, self._epoch_before
+        tensors = self._tensors_to_heal()
+        if self._where is Where.BATCH:
+            models = enumerate(tensors["models"])
+            tensors["models"] = [self._changed.before(each, f"{i}.") for i, each in models]
         return {
-            **self._tensors_to_heal(),
+            **tensors,
             "numbers": self._numbers.marked(),
             "window": astuple(self._window.place),
             "results": list(self._window.results),

@@ -141,7 +141,7 @@ class StepDriver:
         self._shares_ends, self._ranks = shares_ends, ranks
         self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
         self._manual = not trainer.lightning_module.automatic_optimization
-        self._changed = healing.ChangedInStep(trainer.lightning_module, but_trained=self._manual)
+        self._changed = healing.watched(trainer.lightning_module, but_trained=self._manual)
         retry = RetryHooks(begin=self._begin_gradients, vote=self._vote, again=self._try_again)
         self._reducer = RetryableReducer(retry, manager)
         self._sharded = False
@@ -315,7 +315,7 @@ class StepDriver:
                 self._catch_up()
             output = compute(*args)
             if not self._sharded:
-                self._changed.end()
+                self._changed.note()
             self._catch_up()
             if self.open and self._within:  # something was reduced after the last backward
                 self._commit()

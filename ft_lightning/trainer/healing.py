@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from ft_core.config import JobOptions
 from ft_core.heal import digest
+from ft_core.heal.changed import ChangedInStep
 from ft_core.shell.intra_group import IntraGroup
 from ft_lightning.trainer import finetuning
 from ft_lightning.trainer.batches import (
@@ -35,9 +36,6 @@ from ft_lightning.trainer.loggers import adopt_log_places, log_places
 from ft_lightning.trainer.saves import with_copied_buffers
 
 log = logging.getLogger("ft_lightning")
-
-KEPT_BYTES = 256 << 20
-"""Of parameters that are copied before it is known which of them a `training_step` changes."""
 
 _LIGHTNINGS_OWN = {
     "epoch",
@@ -164,54 +162,15 @@ def places(trainer: Any) -> dict[str, Any]:
     }
 
 
-class ChangedInStep:
-    """Parameters that a `training_step` changes itself (a momentum encoder, prototypes that it normalizes), as they
-    were before the step under way. A peer that heals then computes that batch too, and would change them twice.
+def watched(module: Any, *, but_trained: bool) -> ChangedInStep:
+    """What a `training_step` of `module` changes itself. `but_trained`: not the parameters of the optimizers, which
+    step within it."""
 
-    Which these are is seen in each step. Before the first one all are kept, if they are small. The loop's thread.
-    """
+    def parameters() -> dict[str, torch.Tensor]:
+        named = module.named_parameters()
+        return {n: p for n, p in named if not (but_trained and p.requires_grad)}
 
-    def __init__(self, module: Any, *, but_trained: bool) -> None:
-        """`but_trained`: not those of the optimizers, which step within `training_step`."""
-        self._module, self._but_trained = module, but_trained
-        self._parameters: dict[str, torch.Tensor] = {}
-        self._names: set[str] | None = None
-        self._kept: dict[str, torch.Tensor] = {}
-        self._seen: dict[str, tuple[int, int]] = {}
-
-    def begin(self) -> None:
-        """The first batch of a step is about to be computed."""
-        names = self._names
-        if names is None:  # the model is wrapped by now: its parameters stay the same objects
-            self._parameters = dict(self._module.named_parameters())
-        self._seen = self._versions()
-        if names is None:
-            small = sum(self._parameters[name].nbytes for name in self._seen) <= KEPT_BYTES
-            names = set(self._seen) if small else set()
-        self._kept = {n: self._parameters[n].detach().clone() for n in names & self._seen.keys()}
-
-    def end(self) -> None:
-        """A batch was computed."""
-        changed = dict(self._versions().items() - self._seen.items())
-        self._names = (self._names or set()).union(changed)
-        self._kept = {name: value for name, value in self._kept.items() if name in self._names}
-
-    def before(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The same, with the values that were there before the step under way."""
-        return {**state_dict, **{n: v for n, v in self._kept.items() if n in state_dict}}
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """The step's batches are computed again."""
-        for name, value in self._kept.items():
-            self._parameters[name].copy_(value)
-
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        return {
-            name: (p._version, p.data_ptr())
-            for name, p in self._parameters.items()
-            if not (self._but_trained and p.requires_grad)
-        }
+    return ChangedInStep(parameters)
 
 
 def set_aside(trainer: Any, state: dict[str, Any]) -> dict[str, Any]:

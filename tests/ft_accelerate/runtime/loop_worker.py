@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from tests.ft_accelerate.installed import is_fault_tolerant, run_script
+from tests.harness.following import Following
 from tests.harness.script import Log, digest, fail_once, flip_bit
 
 OPTIONS: dict[str, Any] = {
@@ -44,6 +45,7 @@ OPTIONS: dict[str, Any] = {
     "precision": "no",
     "norm": True,
     "dropout": 0.0,
+    "follows": False,  # the script changes parameters itself, before each forward
     "own_dropout": False,  # each process draws its own, as with `set_seed(device_specific=True)`
     "seed": 7,
     # script_position.STAY_S: none leaves the quorum unless a test says so, as on a machine that is not busy.
@@ -300,9 +302,13 @@ def run(options: dict[str, Any]) -> None:
     train, test = loaders(options)
     if options["first_seed_only"] and accelerator.process_index:
         torch.manual_seed(accelerator.process_index)
-    model = Net(options)
+    model = whole = Net(options)
+    if options["follows"]:
+        model = whole = Following(whole, whole.net[4].weight)
     later = [*model.net[0].parameters()] if options["grows"] else []
-    trained = [p for p in model.parameters() if all(p is not each for each in later)]
+    trained = [
+        p for p in model.parameters() if p.requires_grad and all(p is not each for each in later)
+    ]
     optimizer = (Moving if options["moves"] else torch.optim.AdamW)(trained, lr=0.01)
     total = len(train) * options["epochs"]
     ticks = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total))
@@ -353,6 +359,8 @@ def run(options: dict[str, Any]) -> None:
                 time.sleep(options["step_delay_s"] if slow else 0)
                 log.at(f"step-{global_step}")
                 average.count += options["each_batch"]
+                if options["follows"]:
+                    whole.follow()
                 with accelerator.accumulate(model):
                     if not options["triggered"]:
                         loss = nn.functional.cross_entropy(model(x), y)

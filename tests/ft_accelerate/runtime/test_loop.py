@@ -137,6 +137,25 @@ def test_random_numbers_are_those_without_faults(
     assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
 
 
+@pytest.mark.parametrize(
+    ("more", "hold"),
+    [({}, "step-12"), ({"accumulate": 2}, "step-10"), ({"gather_loss": True}, "loss-21")],
+)
+def test_what_the_script_changes_itself_is_changed_once_in_a_process_that_comes_back(
+    tmp_path: Path, lighthouse: str, more: dict[str, object], hold: str
+) -> None:
+    """A momentum encoder, and a weight that is scaled, where the peer waits with the gradients of that batch."""
+    options = {"follows": True, "norm": False, **more}
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    plain = plain_run(tmp_path, **options)
+    with running(tmp_path / "ft", lighthouse, holds=[hold], **options) as run:
+        zero, one = (run.start(index, **both) for index in (0, 1))
+        one = run.killed_and_back(one, 1, hold=hold, of=0, **both)
+        run.wait(zero, one)
+        assert "are not those of its peers" not in run.output()
+    assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
+
+
 def test_killed_where_accumulation_goes_on_across_the_end_of_an_epoch(
     tmp_path: Path, lighthouse: str
 ) -> None:

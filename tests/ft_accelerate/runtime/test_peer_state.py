@@ -132,8 +132,10 @@ def test_a_registered_sum_of_losses_may_have_a_graph() -> None:
     """As with plain Accelerate, whose `save_state` writes it. The script ended where its second window began."""
     loss = nn.Linear(2, 1)(torch.ones(2)).sum()
     registered = SimpleNamespace(state_dict=lambda: {"losses": [loss]})
-    accelerator = SimpleNamespace(_custom_objects=[registered], _schedulers=[], _optimizers=[])
-    begun = Begun()
+    accelerator = SimpleNamespace(
+        _models=[], _custom_objects=[registered], _schedulers=[], _optimizers=[]
+    )
+    begun = Begun(lambda: {0: accelerator})
     begun.mark({0: accelerator})
     (kept,) = begun.marked()["begun"]["0"]["custom"]
     assert not kept["losses"][0].requires_grad

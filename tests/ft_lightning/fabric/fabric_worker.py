@@ -27,6 +27,7 @@ import ft_lightning  # noqa: F401
 from ft_core.errors import StepInDoubt
 from ft_lightning.fabric import FTDDPStrategy
 from tests.ft_lightning.fabric.scheduled import set_up
+from tests.harness.following import Following
 from tests.harness.script import Log, digest, options_of, process_name
 from tests.harness.stock import leave_stock
 from tests.harness.waiting import gone, until
@@ -54,6 +55,7 @@ OPTIONS: dict[str, Any] = {
     "load": False,  # start from what was saved
     "stop_at": None,  # end after this step
     "precision": None,
+    "follows": False,  # the loop changes parameters itself, before each forward
     "draws": False,  # dropout, and a sampler without a generator of its own: from torch's
 }
 
@@ -88,7 +90,9 @@ class Worker:
         net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         if self.options["draws"]:
             net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 3))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        net = self.whole = Following(net, net[3].weight) if self.options["follows"] else net
+        trained = [p for p in net.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
         self.net, self.optimizer, self.scheduler = set_up(self.fabric, net, optimizer, scheduler)
         critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -143,6 +147,8 @@ class Worker:
                 window += [round(float(x) * 64) for x in images[:, 0]]
                 k = self.options["accumulate"]
                 last = (number + 1) % k == 0
+                if self.options["follows"]:
+                    self.whole.follow()
                 with self.fabric.no_backward_sync(self.net, enabled=not last):
                     logits = self.net(images)
                     loss = nn.functional.cross_entropy(logits, labels)

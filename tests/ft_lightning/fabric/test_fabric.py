@@ -139,6 +139,29 @@ def test_random_numbers_are_those_without_faults(by_itself: bool, tmp_path: Path
     assert len({each.end(index)["digest"] for each in (whole, run) for index in (0, 1)}) == 1
 
 
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"critic": True}, {"range": True}])
+def test_what_the_loop_changes_itself_is_changed_once_in_a_group_that_comes_back(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
+    """A momentum encoder, and a weight that is scaled, where the peer waits with the gradients of that batch, or
+    between its two updates."""
+    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "follows": True, **more}
+    options["strategy_options"] = {"timeout_s": 20, "min_replicas": 2}
+    hold = "between:13" if "critic" in more else "step:13"
+    with running(tmp_path / "whole", **options) as whole:
+        whole.wait(whole.start())
+    with running(tmp_path / "killed", holds=[hold], **options) as run:
+        main = run.start()
+        for index in (0, 1):
+            run.until_held(index, hold)
+        os.kill(run.lives(1)[0], signal.SIGKILL)
+        run.go(hold)
+        run.wait(main)
+        assert len(run.lives(1)) == 2
+        assert "are not those of its peers" not in run.output()
+    assert len({each.end(index)["digest"] for each in (whole, run) for index in (0, 1)}) == 1
+
+
 @pytest.mark.parametrize("others", [1, 2])
 def test_those_that_were_stopped_while_their_peer_left_its_loop_do_not_train_on(
     others: int, tmp_path: Path
