@@ -212,6 +212,8 @@ class StepDriver:
             self._window = 0
             self._restore(state)
         self._window += 1
+        if self._window == 1 and not self._sharded:
+            self._changed.begin()
 
     def ensure_open(self) -> None:
         """In a batch: another step begins if none is open. May raise BatchAbandoned."""
@@ -308,8 +310,6 @@ class StepDriver:
         self.computing = True
         if self._sharded:  # else the wrapper's forward does it
             self._reducer.before_forward()
-        elif self._window == 1:
-            self._changed.begin()
         try:
             if self._manual:  # `compute` goes past the place where the peer was
                 self._catch_up()

@@ -143,6 +143,11 @@ class Model(LightningModule):
         return loss
 
     @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.options["momentum"]:
+            self.net[0].weight.mul_(1.001)
+
+    @torch.no_grad()
     def follow(self) -> None:
         """As libraries do it: one in place, one by another tensor in the parameter."""
         for slow, fast in zip(self.slow.parameters(), self.net.parameters(), strict=True):
