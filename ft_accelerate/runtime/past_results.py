@@ -20,7 +20,7 @@ LARGEST = 64 * 1024
 """Bytes of an operation's result that is kept."""
 MAX_BYTES = 8 * 1024 * 1024
 """Of all of them, and so of what a process that comes back receives besides."""
-EACH = 64
+EACH = 256
 """Bytes of memory of a result, besides its own."""
 
 _TENSOR, _LIST = "tensor", "list"
@@ -43,6 +43,8 @@ class PastResults:
 
     def add(self, what: str, result: Any, nbytes: int) -> None:
         """An operation is done. `result` None: whoever comes back has it in the state that it takes."""
+        if self._nbytes > MAX_BYTES:
+            return
         place = self._place
         gap = self._gaps.setdefault(place, [])
         if gap is None:

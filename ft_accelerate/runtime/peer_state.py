@@ -285,7 +285,7 @@ class Begun:
 
     def __init__(self, accelerators: Callable[[], Accelerators]) -> None:
         self._numbers = RandomNumbers()
-        self.changed = ChangedInStep(lambda: _parameters(accelerators()))
+        self.changed = ChangedInStep(lambda: _models(accelerators()))
         self.weights = Weights(accelerators)
         self._lack_draws = False
         self._decisive: dict[str, dict[str, list[Any]]] = {}
@@ -429,12 +429,11 @@ def _stateful(accelerator: Any) -> list[Any]:
     return [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]
 
 
-def _parameters(accelerators: Accelerators) -> dict[str, Tensor]:
+def _models(accelerators: Accelerators) -> dict[str, torch.nn.Module]:
     return {
-        f"{number}.{i}.{name}": parameter
+        f"{number}.{i}.": _unwrapped(model)
         for number, each in accelerators.items()
         for i, model in enumerate(each._models)
-        for name, parameter in _unwrapped(model).named_parameters()
     }
 
 

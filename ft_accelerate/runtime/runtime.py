@@ -81,8 +81,7 @@ class Runtime:
         self.num_processes = ranks.num_processes
         self.startup = StartupCollectives(ranks)
         self.position, self.prepared = ScriptPosition(), Prepared()
-        self.means = Means(self.prepared, self.position)
-        self.past = PastResults(self.position)
+        self.means, self.past = Means(self.prepared, self.position), PastResults(self.position)
         self._begun = states.Begun(lambda: self.prepared.accelerators)
         self._data = DividedData.of(ranks, self.position)
         alone, longest_s = place.group_world_size == 1, LONGEST * options.timeout_s

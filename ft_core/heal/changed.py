@@ -6,11 +6,12 @@ With the parameters as they are by then it would change them a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 KEPT_BYTES = 256 << 20
 """Of parameters that are copied before it is known which of them are changed."""
@@ -22,15 +23,34 @@ class ChangedInStep:
     Which these are is seen in each step. Before the first one all are kept, if they are small. The loop's thread.
 
     Args:
-        parameters: those to watch, by names that stay.
+        models: those whose parameters are watched, by the prefix of their names. A model keeps its parameters.
+        watches: which of these.
     """
 
-    def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        models: Callable[[], Mapping[str, nn.Module]],
+        watches: Callable[[Tensor], bool] = lambda parameter: True,
+    ) -> None:
+        self._models, self._watches = models, watches
+        self._known: dict[str, weakref.ref[nn.Module]] = {}
+        self._of_known: MutableMapping[str, Tensor] = {}
         self._names: set[str] | None = None
         self._kept: dict[str, Tensor] = {}
         self._began: dict[str, tuple[int, int]] = {}
         self._noted: dict[str, tuple[int, int]] = {}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        models = self._models()
+        known = {prefix: weakref.ref(model) for prefix, model in models.items()}
+        if known != self._known:  # to list them takes longer than to look at them
+            self._known = known
+            self._of_known = weakref.WeakValueDictionary(
+                (f"{prefix}{name}", parameter)
+                for prefix, model in models.items()
+                for name, parameter in model.named_parameters()
+            )
+        return {name: p for name, p in self._of_known.items() if self._watches(p)}
 
     def begin(self, *, all_small: bool = False) -> None:
         """A step begins. `all_small`: keep all, if they are small: any may be changed now."""
@@ -69,5 +89,5 @@ class ChangedInStep:
                 parameters[name].copy_(value)
 
 
-def _versions(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+def _versions(parameters: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
     return {name: (p._version, p.data_ptr()) for name, p in parameters.items()}

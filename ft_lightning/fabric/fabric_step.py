@@ -107,9 +107,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self.progress = Progress()
         self._numbers = RandomNumbers()
         models = self._models
-        self._changed = ChangedInStep(
-            lambda: {f"{i}.{n}": p for i, m in enumerate(models) for n, p in m.named_parameters()}
-        )
+        self._changed = ChangedInStep(lambda: {f"{i}.": m for i, m in enumerate(models)})
         self._starting = self._started = self._healed = self._took_over = False
         self._fed_by_loader = False
         self._fetching: LoaderPlace | None = None

@@ -45,6 +45,7 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.collectives.sharded import RetryableShards
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.errors import GroupLeft, QuorumUnavailable
+from ft_core.heal.changed import ChangedInStep
 from ft_core.launch.ending import Sigterm
 from ft_core.manager import Manager
 from ft_core.replica.status import Participation
@@ -141,7 +142,11 @@ class StepDriver:
         self._shares_ends, self._ranks = shares_ends, ranks
         self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
         self._manual = not trainer.lightning_module.automatic_optimization
-        self._changed = healing.watched(trainer.lightning_module, but_trained=self._manual)
+        module, manual = trainer.lightning_module, self._manual
+        # By hand the optimizers step within `training_step`.
+        self._changed = ChangedInStep(
+            lambda: {"": module}, lambda p: not (manual and p.requires_grad)
+        )
         retry = RetryHooks(begin=self._begin_gradients, vote=self._vote, again=self._try_again)
         self._reducer = RetryableReducer(retry, manager)
         self._sharded = False

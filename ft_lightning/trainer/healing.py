@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 from ft_core.config import JobOptions
 from ft_core.heal import digest
-from ft_core.heal.changed import ChangedInStep
 from ft_core.shell.intra_group import IntraGroup
 from ft_lightning.trainer import finetuning
 from ft_lightning.trainer.batches import (
@@ -160,17 +159,6 @@ def places(trainer: Any) -> dict[str, Any]:
             "optimizer_states": [o.state_dict() for o in strategy.optimizers],
         }
     }
-
-
-def watched(module: Any, *, but_trained: bool) -> ChangedInStep:
-    """What a `training_step` of `module` changes itself. `but_trained`: not the parameters of the optimizers, which
-    step within it."""
-
-    def parameters() -> dict[str, torch.Tensor]:
-        named = module.named_parameters()
-        return {n: p for n, p in named if not (but_trained and p.requires_grad)}
-
-    return ChangedInStep(parameters)
 
 
 def set_aside(trainer: Any, state: dict[str, Any]) -> dict[str, Any]:

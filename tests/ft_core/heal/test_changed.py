@@ -2,42 +2,67 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
+from torch import nn
 
 from ft_core.heal.changed import ChangedInStep
 
 
+def with_zeros(*names: str) -> nn.ParameterDict:
+    return nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in names})
+
+
+def first_values(state: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float(value[0]) for name, value in state.items()}
+
+
+@torch.no_grad()
 def test_values_are_those_with_which_the_step_began_but_for_what_an_optimizer_has_updated() -> None:
-    parameters = {name: torch.zeros(2) for name in ("slow", "scaled", "trained")}
-    changed = ChangedInStep(lambda: parameters)
+    model = with_zeros("slow", "scaled", "trained")
+    changed = ChangedInStep(lambda: {"": model})
     for step in range(3):  # from the second one on, it is known which are kept
-        began = {name: float(value[0]) for name, value in parameters.items()}
+        began = first_values(model.state_dict())
         changed.begin()
-        parameters["slow"].data = parameters["slow"] + 1
-        parameters["scaled"].add_(1)
-        state = dict(parameters)
-        before = changed.before(state)
-        assert {name: float(value[0]) for name, value in before.items()} == began, step
+        model["slow"].data = model["slow"] + 1
+        model["scaled"].add_(1)
+        assert first_values(changed.before(model.state_dict())) == began, step
         changed.note()
-        assert {name: float(value[0]) for name, value in changed.before(state).items()} == began
+        assert first_values(changed.before(model.state_dict())) == began
         for name in ("scaled", "trained"):  # by an optimizer
-            parameters[name].sub_(3)
-        state = dict(parameters)
-        now = {name: float(value[0]) for name, value in state.items()}
-        given = {name: float(value[0]) for name, value in changed.before(state).items()}
+            model[name].sub_(3)
+        now = first_values(model.state_dict())
+        given = first_values(changed.before(model.state_dict()))
         assert given == {**now, "slow": began["slow"]}
     changed.forget()
+    state = model.state_dict()
     assert changed.before(state) == state
 
 
+@torch.no_grad()
 def test_the_step_can_be_begun_again() -> None:
-    parameters = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    changed = ChangedInStep(lambda: parameters)
+    model = with_zeros("a", "b")
+    changed = ChangedInStep(lambda: {"": model})
     changed.begin()
-    parameters["a"].add_(1)
+    model["a"].add_(1)
     changed.note()
     changed.begin(all_small=True)
-    for value in parameters.values():
+    for value in model.values():
         value.add_(5)
     changed.put_back()
-    assert [float(value[0]) for value in parameters.values()] == [1.0, 0.0]
+    assert first_values(model.state_dict()) == {"a": 1.0, "b": 0.0}
+
+
+@torch.no_grad()
+def test_another_model_takes_the_place_of_one_that_is_dropped() -> None:
+    models = {"0.": with_zeros("a")}
+    changed = ChangedInStep(lambda: models)
+    changed.begin()
+    dropped = weakref.ref(models["0."])
+    models["0."] = with_zeros("b")
+    assert dropped() is None
+    changed.begin()
+    models["0."]["b"].add_(1)
+    before = changed.before(models["0."].state_dict(), "0.")
+    assert first_values(before) == {"b": 0.0}
