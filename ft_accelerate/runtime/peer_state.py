@@ -294,8 +294,13 @@ class Begun:
     def mark(self, accelerators: Accelerators) -> None:
         """A window begins."""
         self._numbers.mark()
-        self.changed.begin()
+        self.changed.forget()
         self._mark_decisive(accelerators)
+
+    def computes(self) -> None:
+        """The script is about to compute a batch. Until the window's first one other processes' weights may come."""
+        if not self.changed.begun:
+            self.changed.begin()
 
     def _mark_decisive(self, accelerators: Accelerators) -> None:
         self._decisive = {

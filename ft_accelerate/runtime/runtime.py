@@ -212,8 +212,7 @@ class Runtime:
     # ------------------------------------------------------------------ a batch is asked for
 
     def at_fetch(self, loader: Any, iteration: Iteration) -> None:
-        """Before the next batch: where windows begin, and where a process that is behind arrives. Raises
-        `Elsewhere` as `ScriptPosition.leap`."""
+        """Before a batch: windows begin, a process that is behind arrives. Raises as `ScriptPosition.leap`."""
         position = self.position
         self.comes_to_another_place()
         if self._failed:
@@ -259,6 +258,7 @@ class Runtime:
             if not self._open:
                 self._begin("fetch")
             if self.live:
+                self._begun.computes()
                 break
         if self.manager is not None and self._data is not None:
             self._data.follow(iteration, self.manager.step.part)

@@ -35,6 +35,8 @@ class ChangedInStep:
         self._models, self._watches = models, watches
         self._known: dict[str, weakref.ref[nn.Module]] = {}
         self._of_known: MutableMapping[str, Tensor] = {}
+        self.begun = False
+        """Whether a step has begun, with no other state in its place since. Read only."""
         self._names: set[str] | None = None
         self._kept: dict[str, Tensor] = {}
         self._began: dict[str, tuple[int, int]] = {}
@@ -59,6 +61,7 @@ class ChangedInStep:
             small = sum(p.nbytes for p in parameters.values()) <= KEPT_BYTES
             names = set(parameters) if small else names or set()
         self._kept = {n: parameters[n].detach().clone() for n in names & parameters.keys()}
+        self.begun = True
         self._began, self._noted = _versions(parameters), {}
 
     def note(self) -> None:
@@ -71,7 +74,7 @@ class ChangedInStep:
 
     def forget(self) -> None:
         """Another state takes the place of the one in which the step began."""
-        self._kept = {}
+        self._kept, self.begun = {}, False
 
     def before(self, state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         """The same, with the values that were there when the step began, but for what an optimizer has updated since.
