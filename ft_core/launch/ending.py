@@ -158,10 +158,8 @@ class Sigterm:
             signal.signal(signal.SIGTERM, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now, watches = (
-            time.monotonic(),
-            self._installed is not None,
-        )  # or reinstalled after `unwatch`
+        now = time.monotonic()
+        watches = self._installed is not None  # else it was reinstalled after `unwatch`
         passed_on = watches and self.noted and now < self._same_until
         again = self.noted or not watches
         if not self.noted:
