@@ -38,6 +38,7 @@ class PastResults:
         """The operations between two batches, in order. None: one of them is not kept, so none is: predictions that are the
         script's own have other shapes than labels of its peers."""
         self._passes: set[int] = set()
+        """Those that hold some of what a peer has told."""
         self._nbytes = 0
         self._answered: tuple[_Place, int] | None = None
 
@@ -54,7 +55,6 @@ class PastResults:
             self._gaps[place] = None
             return
         gap.append((what, pack_node(_node(result))))
-        self._passes.add(place[1])
 
     def answer(self, what: str, alone: Callable[[], Any]) -> Any:
         """What the operation returned to which the script comes in its past; `alone()` where that is not known."""
