@@ -64,12 +64,11 @@ class Replica:
         revoke_grace_s: float,
         rule: ParticipationRule | None = None,
     ) -> None:
-        self._template = template
+        self._template, self.replica_id = template, template.replica_id
         self.promised = template.promised  # the term that this rank obeys, until a higher one
         self._resend_s, self._revoke_grace_s = resend_s, revoke_grace_s
         self._rule = rule or ParticipationRule()
         self._relations: Relations | None = None
-        self.replica_id = template.replica_id
         self.stage, self.outside, self.attempt = Stage.OUT, True, Attempt.CLOSED
         self.step, self.lineage = template.step, template.lineage
         self.origin = template.genesis, template.held
@@ -93,10 +92,9 @@ class Replica:
         self._spent_in_group = messages.ONE_RANK  # of them, by any rank of its group
         self._left = 0  # how often
         self._differed = 0  # how often its state was not that of its peers, since its last commit
-        self._heal_in_step = self._overwriting = False
+        self._heal_in_step, self._overwriting, self._connected = False, False, True
         self._fetching: events.FetchState | None = None
         self._fetched: tuple[int, str] | None = None
-        self._connected = True
         self._resend_at: float | None = None
         self._grace_at: float | None = None
         self.status = self._seen()
@@ -387,7 +385,9 @@ class Replica:
             return []
         if self._unanswered is not None and message.step == self._unanswered.step:
             return self._late_decision(message, now)
-        if message.step != view.step or self.stage is not Stage.MEMBER:
+        in_doubt = self.attempt is Attempt.VOTED and self.stage in (Stage.JOINING, Stage.WAITING)
+        told = self.stage is Stage.MEMBER or (in_doubt and message.committed)  # which is for good
+        if message.step != view.step or not told:
             return []
         vote = self._vote
         if message.committed:
@@ -399,7 +399,7 @@ class Replica:
             groups, control = self._contributing, message.control
             self._close(Outcome(view.step, message.committed, message.reason, groups, control))
         self._vote = None
-        if vote is not None and vote.leaving:
+        if vote is not None and vote.leaving and not in_doubt:  # else it has joined again
             self.stage = Stage.LEFT
         self._resend_at = now + self._resend_s
         effects = self._after_decision(message, now)
@@ -729,7 +729,7 @@ class Replica:
         if committed := made and not heals:
             (self.step, self.lineage), self.origin = after, (view.genesis, view.quorum_id)
         control = quorum.control if committed else b""
-        self._close(Outcome(view.step, committed, "settled on return", self._contributing, control))
+        self._close(Outcome(view.step, committed, messages.SETTLED, self._contributing, control))
 
     def _advance(self, view: View) -> None:
         """The step of `view` is committed: move on under the same quorum."""

@@ -106,21 +106,18 @@ class JobState:
         nonce: int,
         remembered: tuple[str, ...] = (),
     ) -> None:
-        self.key = key
-        self._config = config
-        self._timeouts = config.timeouts
+        self.key, self._config, self._timeouts = key, config, config.timeouts
         self.term = Term(0, nonce)
         """What members must have promised themselves to. Read only."""
         self._formed = 0  # quorums of this term
         self._genesis = 0  # of the state with which it goes on; 0: there was no quorum yet
         self._least_epoch = 0  # of the next term; it starts as soon as no quorum is live
         self._offered: dict[str, Peer] = {}  # processes that were offered the term, and must join
-        self._members = Members()
+        self._members, self._announcer = Members(), Announcer(key)
         self._conflicts: dict[str, NameConflict] = {}
         self._live: Ballot | None = None
         self._history = History(remembered, self.term)
         self._forming = Forming(config, self._members, self._history, self._offered)
-        self._announcer = Announcer(key)
         self._effects: list[Effect] = []
         self._wake_at: float | None = None  # when to check again whether a quorum may form
 
@@ -419,6 +416,8 @@ class JobState:
             return
         self._reached(member, peer)
         if live is None or replica_id not in live.living:
+            if decision := self._history.end_of_doubt(member, heartbeat):
+                self._send(peer, decision)
             if self._announcer.is_news(member, live):
                 self._effects.append(self._announcer.explain_to(member, live))
         elif heartbeat.quorum_id != live.quorum_id:
@@ -610,6 +609,7 @@ class JobState:
         assert self._live is None
         if self._formed + 1 >= 1 << TERM_BITS:
             self._new_term(now)
+        self._history.recall(*self._members.by_id.values())  # of steps decided after their joins
         verdict = self._forming.verdict(now)
         self._announcer.left_out = self._forming.left_out
         doubt = self._forming.doubt

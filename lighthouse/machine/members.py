@@ -22,9 +22,11 @@ from lighthouse.wire.messages import (
     NO_TERM,
     NOT_HELD,
     OTHERS_FINISHED,
+    SETTLED,
     TORN,
     DeathNotice,
     Decision,
+    Heartbeat,
     InDoubt,
     Join,
     Leave,
@@ -592,11 +594,21 @@ class History:
 
     # ------------------------------------------------------------------ steps in doubt
 
-    def recall(self, member: MemberState) -> None:
-        """Settle the step in doubt of `member`, if its commit is known here."""
+    def recall(self, *members: MemberState) -> None:
+        """Settle the steps in doubt of `members` whose commit is known here."""
+        for member in members:
+            doubt = member.doubt
+            if doubt is not None and doubt.lineage_if_committed in self._lineages:
+                self._commits(member, doubt)
+
+    def end_of_doubt(self, member: MemberState, heartbeat: Heartbeat) -> Decision | None:
+        """For `member`, which waits for a quorum that may not come: those that have committed its step in doubt may
+        have finished and left. None: what became of the step is not known, or it has heard it."""
         doubt = member.doubt
-        if doubt is not None and doubt.lineage_if_committed in self._lineages:
-            self._commits(member, doubt)
+        if doubt is None or member.settle != "commit" or heartbeat.step != doubt.step:
+            return None
+        said = heartbeat.job, doubt.quorum_id, doubt.step, True, SETTLED
+        return Decision(*said, waiting=True, control=member.control)
 
     def _commits(self, member: MemberState, doubt: InDoubt) -> None:
         member.settle = "commit"
