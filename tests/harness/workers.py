@@ -533,6 +533,7 @@ def main(modules: Sequence[str]) -> None:
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException as error:
+        sys.last_value = error  # as Python does, whose exit hooks tell an error by it
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     _exit(code)
