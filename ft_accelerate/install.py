@@ -417,6 +417,15 @@ def _trigger_sync(runtime: Runtime, original: Any, model: Any) -> Iterator[None]
 
 
 @while_active
+def _check_trigger(runtime: Runtime, original: Any, self: Any) -> Any:
+    """In its past a process has its peers' answer, and what it has set itself, by losses that are not real, is over."""
+    found = original(self)
+    if not runtime.live:
+        self.flag_tensor = None
+    return found
+
+
+@while_active
 def _clip_grad_norm(
     runtime: Runtime, original: Any, self: Any, parameters: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -553,6 +562,7 @@ SEAMS = (
                 ("Accelerator.backward", ("self", "loss"), _backward),
                 ("Accelerator.trigger_sync_in_backward", ("model",), _trigger_sync),
                 ("Accelerator.clip_grad_norm_", ("self", "parameters"), _clip_grad_norm),
+                ("Accelerator.check_trigger", ("self",), _check_trigger),
                 ("Accelerator.save_state", ("self", "output_dir"), _save_state),
                 *(
                     (name, ("fsdp_plugin", "accelerator"), replace)

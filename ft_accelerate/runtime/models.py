@@ -333,6 +333,14 @@ class Prepared:
                     if parameter.grad is None and parameter.requires_grad:
                         parameter.grad = torch.zeros_like(parameter)
 
+    def forget_past(self) -> None:
+        """This script stands where its peers' window began. Gradients that it has are none, and the losses by which it
+        has set a trigger were not real."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for accelerator in self.accelerators.values():
+            accelerator.flag_tensor = None
+
     def begin_accumulation(self) -> None:
         """The next batch is the first of those over which gradients are accumulated."""
         for accelerator in self.accelerators.values():

@@ -266,8 +266,7 @@ class Runtime:
     def _arrived(self) -> None:
         """The script stands where its peers' window began: forget what it did in its past."""
         self._restore()
-        for optimizer in self.prepared.optimizers:
-            optimizer.zero_grad()
+        self.prepared.forget_past()
         if self._healed is not None:
             self._begun.arrive(self.prepared.accelerators, self._healed)
 

@@ -211,3 +211,45 @@ def test_a_script_that_decides_by_variables_decides_in_its_past_as_its_peers_did
         assert ("was killed by SIGKILL" in said) == (dies is not None)
         found.append(ends(said))
     assert len(found[0]) == 1 and found[0] == found[1]
+
+
+TRIGGERS = """
+import os, signal, torch
+from accelerate import Accelerator
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.randn(96, 8), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+steps, last, ended = 0, None, False
+for epoch in range(3):
+    for batch in loader:
+        loss = (model(batch)[:, 0] - 9).square().mean()
+        steps += 1
+        if loss.item() == last:
+            accelerator.set_trigger()  # it learns nothing any more
+        last = loss.item()
+        if steps == 30 and accelerator.process_index == 1 and os.environ.get("FT_RESTARTS", "0") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if CHECKED or steps == 34:
+            ended = ended or accelerator.check_trigger()
+    if ended:
+        break
+accelerator.wait_for_everyone()
+print("end", steps, ended, flush=True)
+"""
+
+
+@pytest.mark.parametrize("checked", ["True", "False"], ids=["in each batch", "once"])
+def test_a_trigger_that_is_set_by_a_loss_of_the_past_stops_nobody(
+    tmp_path: Path, checked: str
+) -> None:
+    """There it is that of one batch again and again. The first check behind it stopped all processes."""
+    said = said_by(TRIGGERS.replace("CHECKED", checked), tmp_path, 1, 30)
+    assert "was killed by SIGKILL" in said
+    assert ends(said) == {"end 36 False"}
