@@ -53,6 +53,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from ft_accelerate import seams
 from ft_accelerate.options import is_enabled
 from ft_accelerate.runtime import group_shards
@@ -143,7 +145,7 @@ def _train(
             self.model
         )  # what it was wrapped in for an evaluation averages no gradient
     shared = share(self)
-    self.accelerator.register_for_checkpointing(shared)
+    self.accelerator.register_for_checkpointing(shared, *_reference_models(self))
     runtime.on_live.append(shared.arrive)
     runtime.leadership.heals_variables = True
     try:
@@ -151,6 +153,14 @@ def _train(
     finally:
         if runtime.live:  # else its peers are behind the training, and it arrives there
             runtime.on_live.remove(shared.arrive)
+
+
+def _reference_models(trainer: Any) -> list[nn.Module]:
+    """Those that a callback moves after the trained one (TRL's `sync_ref_model`). Trainer has its Accelerator forget
+    each model that was prepared before the training."""
+    found = (getattr(each, "ref_model", None) for each in trainer.callback_handler.callbacks)
+    known = trainer.accelerator._custom_objects
+    return [m for m in found if isinstance(m, nn.Module) and all(m is not each for each in known)]
 
 
 @seams.around
@@ -587,6 +597,7 @@ def _done(trainer: Any, position: ScriptPosition, given: dict[str, Any], steps: 
         (steps,) = entry.counts
         trainer.state.global_step = steps + _updates(trainer, batches)
         if entry.number > epoch:
+            trainer.state.epoch = float(entry.number)  # as callbacks find it where that one begins
             if entry.number > epoch + 1:
                 _passing.add(trainer.callback_handler)
             return True

@@ -1,8 +1,9 @@
-"""A script of TRL's SFTTrainer as users write them; kill and report are those of trainer_script."""
+"""A script of TRL's SFTTrainer, or its DPOTrainer, as users write them; kill and report are those of trainer_script."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,13 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_script import Kill, Watch, report
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.harness.stock import leave_stock
 
@@ -42,10 +48,20 @@ def adapter() -> Any:
     )
 
 
+class Freezes(TrainerCallback):
+    def on_epoch_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        if state.epoch == 1:
+            model.transformer.wte.requires_grad_(False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--freezes", action="store_true", help="a part of it in the second epoch")
+    parser.add_argument("--dpo", action="store_true", help="with a reference model that is moved")
     options = parser.parse_args()
     out = Path(options.out)
     torch.manual_seed(0)
@@ -64,29 +80,45 @@ def main() -> None:
         pad_token_id=0,
     )
     watch = Watch()
-    trainer = SFTTrainer(
-        model=GPT2LMHeadModel(config),
-        args=SFTConfig(
-            output_dir=str(out / "checkpoints"),
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            num_train_epochs=2,
-            max_length=48,
-            learning_rate=3e-3,
-            logging_steps=5,
-            save_strategy="epoch" if options.lora else "no",  # of the adapter
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-        ),
-        train_dataset=Dataset.from_dict({"text": texts()}),
-        processing_class=words,
-        peft_config=adapter() if options.lora else None,
-        callbacks=[Kill(), watch],
-    )
+    common: dict[str, Any] = {
+        "output_dir": str(out / "checkpoints"),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "max_length": 48,
+        "learning_rate": 3e-3,
+        "logging_steps": 5,
+        "save_strategy": "epoch" if options.lora else "no",  # of the adapter
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+    }
+    model = GPT2LMHeadModel(config)
+    callbacks: list[TrainerCallback] = [Kill(), watch]
+    callbacks += [Freezes()] * options.freezes
+    trainer: Any
+    if options.dpo:
+        pairs = [{"prompt": a[:9], "chosen": a[9:], "rejected": a[:8:-1]} for a in texts()]
+        trainer = DPOTrainer(
+            model=model,
+            ref_model=copy.deepcopy(model),
+            args=DPOConfig(**common, sync_ref_model=True, ref_model_sync_steps=3),
+            train_dataset=Dataset.from_list(pairs),
+            processing_class=words,
+            callbacks=callbacks,
+        )
+    else:
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(**common),
+            train_dataset=Dataset.from_dict({"text": texts()}),
+            processing_class=words,
+            peft_config=adapter() if options.lora else None,
+            callbacks=callbacks,
+        )
     result = trainer.train()
     report(trainer, result.training_loss, watch.torn, out)
 

@@ -532,6 +532,30 @@ def test_fsdp_in_replica_groups_of_two_processes(oracle: list[Report], tmp_path:
     assert found[0]["best"] == pytest.approx(oracle[0]["best"], rel=1e-3)
 
 
+def test_a_reference_model_that_dpo_moves_is_the_peers(tmp_path: Path) -> None:
+    """`sync_ref_model` of TRL: a callback moves a model that the Trainer does not train. A process that came back had that
+    of the beginning, and the training went on by other losses."""
+    pytest.importorskip("trl")
+    expected = plain(SFT, tmp_path / "plain", "--dpo")
+    found, _ = protected(
+        SFT, tmp_path / "ft", "--dpo", kills="1:0:on_step_end:5 0:0:on_step_end:10"
+    )
+    for report, wanted in zip(found, expected, strict=True):
+        same(report, wanted)
+
+
+@enters_the_loop
+def test_a_callback_that_freezes_a_part_where_an_epoch_begins_does_so_in_one_that_comes_back(
+    tmp_path: Path,
+) -> None:
+    """By the epoch in Trainer's state, which was 0 where the peers' epoch was entered."""
+    pytest.importorskip("trl")
+    expected = plain(SFT, tmp_path / "plain", "--freezes")
+    found, _ = protected(SFT, tmp_path / "ft", "--freezes", kills="1:0:on_step_end:9")
+    for report, wanted in zip(found, expected, strict=True):
+        same(report, wanted)
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_sft_trainer_of_trl(lora: bool, tmp_path: Path) -> None:
     """`lora`: PEFT's adapter is trained, and its weights alone are in the checkpoints. A process that comes back
