@@ -20,7 +20,8 @@ KEPT_BYTES = 256 << 20
 class ChangedInStep:
     """The parameters that are changed before a step's gradients are there, as they were when the step began.
 
-    Which these are is seen in each step. Before the first one all are kept, if they are small. The loop's thread.
+    Which these are is seen in each step, by the versions of their tensors. What is written through `parameter.data` has
+    none, so in the 1st, 2nd, 4th, 8th ... step all are kept, if they are small, and compared. The loop's thread.
 
     Args:
         models: those whose parameters are watched, by the prefix of their names. A model keeps its parameters.
@@ -41,6 +42,9 @@ class ChangedInStep:
         self._kept: dict[str, Tensor] = {}
         self._began: dict[str, tuple[int, int]] = {}
         self._noted: dict[str, tuple[int, int]] = {}
+        # Of the kept ones, as they were then: an optimizer may write to `data`, too.
+        self._updatable: dict[str, Tensor] = {}
+        self._steps = 0
 
     def _parameters(self) -> dict[str, Tensor]:
         models = self._models()
@@ -57,20 +61,31 @@ class ChangedInStep:
     def begin(self, *, all_small: bool = False) -> None:
         """A step begins. `all_small`: keep all, if they are small: any may be changed now."""
         parameters, names = self._parameters(), self._names
-        if names is None or all_small:
+        self._steps += 1
+        if names is None or all_small or self._steps.bit_count() == 1:
             small = sum(p.nbytes for p in parameters.values()) <= KEPT_BYTES
             names = set(parameters) if small else names or set()
         self._kept = {n: parameters[n].detach().clone() for n in names & parameters.keys()}
         self.begun = True
-        self._began, self._noted = _versions(parameters), {}
+        self._began, self._noted, self._updatable = _versions(parameters), {}, {}
 
     def note(self) -> None:
         """Gradients are there: what was changed since the step began is known. What is changed from here on is by
         optimizers."""
-        now = self._noted = _versions(self._parameters())
+        parameters = self._parameters()
+        now = self._noted = _versions(parameters)
         changed = {name for name, began in self._began.items() if now.get(name, began) != began}
-        self._names = changed | (self._names or set())
-        self._kept = {name: value for name, value in self._kept.items() if name in self._names}
+        known = changed | (self._names or set())
+        for name in self._kept.keys() & parameters.keys() - known:
+            if not _equal(self._kept[name], parameters[name]):
+                known.add(name)
+        self._names = known
+        self._kept = {name: value for name, value in self._kept.items() if name in known}
+        self._updatable = {
+            name: parameters[name].detach().clone()
+            for name in self._kept.keys() & parameters.keys()
+            if parameters[name].requires_grad
+        }
 
     def forget(self) -> None:
         """Another state takes the place of the one in which the step began."""
@@ -79,8 +94,14 @@ class ChangedInStep:
     def before(self, state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         """The same, with the values that were there when the step began, but for what an optimizer has updated since.
         `prefix`: of its names here."""
-        now = _versions(self._parameters()) if self._noted else {}
-        kept = {n: v for n, v in self._kept.items() if now.get(n) == self._noted.get(n)}
+        parameters = self._parameters()
+        now = _versions(parameters) if self._noted else {}
+        kept = {
+            n: v
+            for n, v in self._kept.items()
+            if now.get(n) == self._noted.get(n)
+            and (n not in self._updatable or _equal(self._updatable[n], parameters[n]))
+        }
         return {n: kept.get(f"{prefix}{n}", value) for n, value in state_dict.items()}
 
     @torch.no_grad()
@@ -94,3 +115,9 @@ class ChangedInStep:
 
 def _versions(parameters: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
     return {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Of sharded ones this rank's shards: to compare the whole would be a collective."""
+    one, other = (getattr(each, "to_local", lambda each=each: each)() for each in (one, other))
+    return torch.equal(one, other)

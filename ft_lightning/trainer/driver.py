@@ -319,7 +319,7 @@ class StepDriver:
             if self._manual:  # `compute` goes past the place where the peer was
                 self._catch_up()
             output = compute(*args)
-            if not self._sharded:
+            if self._manual and not self._sharded:
                 self._changed.note()
             self._catch_up()
             if self.open and self._within:  # something was reduced after the last backward
@@ -391,6 +391,8 @@ class StepDriver:
         return True
 
     def _vote(self) -> bool:
+        if not self._manual and not self._sharded:  # `on_before_zero_grad` is over, too
+            self._changed.note()
         leaving = self._trainer.received_sigterm
         if leaving:
             # The vote announces it: the next quorum is formed without this group at once.

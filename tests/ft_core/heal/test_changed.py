@@ -41,6 +41,25 @@ def test_values_are_those_with_which_the_step_began_but_for_what_an_optimizer_ha
 
 
 @torch.no_grad()
+def test_what_is_written_through_data_is_noticed_though_it_has_no_version() -> None:
+    """By a script from its first step on, or from a later one; an optimizer's update is none of these."""
+    model = with_zeros("clipped", "later")
+    changed = ChangedInStep(lambda: {"": model})
+    for step in range(1, 10):
+        began = first_values(model.state_dict())
+        changed.begin()
+        model["clipped"].data.add_(1)
+        if step >= 4:
+            model["later"].data.add_(1)
+        changed.note()
+        assert first_values(changed.before(model.state_dict())) == began, step
+        for value in model.values():  # by an optimizer
+            value.data.sub_(3)
+        now = first_values(model.state_dict())
+        assert first_values(changed.before(model.state_dict())) == now, step
+
+
+@torch.no_grad()
 def test_the_step_can_be_begun_again() -> None:
     model = with_zeros("a", "b")
     changed = ChangedInStep(lambda: {"": model})

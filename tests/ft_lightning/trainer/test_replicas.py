@@ -293,7 +293,8 @@ def test_an_optimizer_that_raises_in_a_loop_that_goes_on(
 def test_what_a_training_step_changes_is_changed_once_in_a_group_that_heals_within_that_step(
     tmp_path: Path, lighthouse: str
 ) -> None:
-    """A momentum encoder, and a weight that is normalized, where the peer waits with the gradients of that batch."""
+    """A momentum encoder, a weight that is normalized, and one that `on_before_zero_grad` changes, where the peer waits
+    with the gradients of that batch."""
     options: dict[str, Any] = {"momentum": True, "max_epochs": 1}
     options["strategy_options"] = {"min_replicas": 2}
     ends = []

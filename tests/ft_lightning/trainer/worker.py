@@ -147,6 +147,11 @@ class Model(LightningModule):
         if self.options["momentum"]:
             self.net[0].weight.mul_(1.001)
 
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        """Between forward and backward."""
+        if self.options["momentum"]:
+            self.net[3].bias.data.mul_(0.9).add_(0.01)  # no version tells of it
+
     @torch.no_grad()
     def follow(self) -> None:
         """As libraries do it: one in place, one by another tensor in the parameter."""
