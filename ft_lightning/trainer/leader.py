@@ -358,12 +358,14 @@ class CheckpointMixin(_Base):
     def _record_end(self) -> None:
         """This process writes, and the fit has ended: one that comes back passes over it.
 
-        Where no callback has saved the last step, it is kept in a folder of the supervisor's."""
+        Where no callback has saved the last step, or `on_train_end` has put other weights into the model since (an
+        average), it is kept in a folder of the supervisor's."""
         resumption, module, folder = self._resumption, self.lightning_module, ends_folder()
         if resumption is None or module is None:
             return
-        missing = folder and self._ranks_hold == "copies" and not resumption.end_is_saved
-        if missing and _size_of(module) + _kept_in(folder) <= END_BYTES:
+        may_keep = folder and self._ranks_hold == "copies"
+        may_keep = may_keep and _size_of(module) + _kept_in(folder) <= END_BYTES
+        if may_keep and not resumption.end_is_saved_of(module):
             connector = module.trainer._checkpoint_connector
             io = self._from("plugins.io").TorchCheckpointIO()
             path = os.path.join(folder, f"{resumption.number}.ckpt")

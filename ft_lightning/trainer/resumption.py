@@ -229,12 +229,14 @@ class Resumption:
         """Another process was the leader: what it has saved counts."""
         self._known = self._read()
 
-    @property
-    def end_is_saved(self) -> bool:
+    def end_is_saved_of(self, module: Any) -> bool:
         """Whether nothing more has to be saved for a process that passes over this fit."""
         saves = self._known.get("saves")
-        kept = self._wanted and self._file is not None
-        return not kept or bool(saves and saves[-1][1] == self._trainer.global_step)
+        if not self._wanted or self._file is None:
+            return True
+        if not saves or saves[-1][1] != self._trainer.global_step:
+            return False
+        return _has_weights_of(saves[-1][0], module)
 
     def finished(self) -> None:
         """The fit has ended regularly."""
@@ -312,6 +314,23 @@ def _packed(state: Tensor) -> str:
 
 def _unpacked(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _has_weights_of(path: str, module: Any) -> bool:
+    """Whether a checkpoint gives the model what it has now, as far as is known: it may be another storage's."""
+    if not _place(path):
+        return True
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=False)
+    except Exception:  # it can't be read, for any reason
+        return False
+    # A file of `WeightAveraging` has the averages in place of the model's.
+    saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
+    return all(
+        name in saved and torch.equal(each.cpu(), saved[name])
+        for name, each in module.state_dict().items()
+        if torch.is_tensor(each)
+    )
 
 
 def _best_of(callback: Any) -> str:

@@ -186,6 +186,15 @@ def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(
     assert bool(list(tmp_path.rglob("*.ckpt"))) == saves
 
 
+def test_a_fit_whose_end_replaces_the_weights_is_passed_over_with_these(tmp_path: Path) -> None:
+    """Stochastic weight averaging puts the averages into the model in `on_train_end`, after the last checkpoint."""
+    options: dict[str, Any] = {"devices": 2, "epochs": 3, "averages": True}
+    with running(tmp_path, worker=WORKER, holds=["after:1"], **options) as run:
+        group_1_is_killed_between_two_fits(run)
+    mine, theirs = (results(run, name) for name in (0, 1))
+    assert theirs == [mine[0], *mine]
+
+
 def test_a_fit_that_was_passed_over_leaves_no_step_behind_for_the_next_one(tmp_path: Path) -> None:
     """One Trainer, which trains on: nobody lacks a state. The one that had loaded the end of the first fit was ahead, by
     the steps that were agreements, and the others' first batch did not count."""
