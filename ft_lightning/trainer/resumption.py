@@ -321,16 +321,13 @@ def _has_weights_of(path: str, module: Any) -> bool:
     if not _place(path):
         return True
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=False)
-    except Exception:  # it can't be read, for any reason
+        checkpoint = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        # A file of `WeightAveraging` has the averages in place of the model's.
+        saved = checkpoint.get("current_model_state", checkpoint["state_dict"])
+        both = ((x, saved[name]) for name, x in module.state_dict().items() if name in saved)
+        return all(torch.equal(x.cpu(), other) for x, other in both if torch.is_tensor(x))
+    except Exception:  # it can't be read or compared, for any reason
         return False
-    # A file of `WeightAveraging` has the averages in place of the model's.
-    saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
-    return all(
-        name in saved and torch.equal(each.cpu(), saved[name])
-        for name, each in module.state_dict().items()
-        if torch.is_tensor(each)
-    )
 
 
 def _best_of(callback: Any) -> str:
