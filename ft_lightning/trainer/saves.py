@@ -72,7 +72,7 @@ class SmallFile:
     def write(self, content: bytes) -> None:
         """Replace it, on this machine as a whole. Raises what the storage raises."""
         if self._local is not None:
-            self._local.parent.mkdir(exist_ok=True)
+            self._local.parent.mkdir(parents=True, exist_ok=True)
             with replace_whole(self._local) as draft:
                 draft.write_bytes(content)
             return

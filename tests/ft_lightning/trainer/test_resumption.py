@@ -265,6 +265,16 @@ def test_a_folder_that_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert path.endswith("/b.ckpt") and f"goes on from {path}" in said
 
 
+def test_a_folder_that_does_not_exist_is_made(tmp_path: Path) -> None:
+    """A logger or `dirpath` elsewhere leaves nobody who makes `default_root_dir`, and its parents."""
+    first = fit(tmp_path / "runs" / "root", "mine")
+    assert not first.begin()
+    (tmp_path / "a.ckpt").touch()
+    first.saved(tmp_path / "a.ckpt")
+    path, _ = started_from(tmp_path / "runs" / "root", "mine", 1, wanted=True)
+    assert path == str(tmp_path / "a.ckpt")
+
+
 def test_a_folder_in_memory_ends_with_the_process() -> None:
     first = fit("memory://root", "mine")
     assert "default_root_dir is in the memory of each process" in first.begin()
