@@ -7,13 +7,13 @@
     │   └── GroupLeft         a rank was told to end, and the group has left with its last vote:
     │                         end normally, nothing is lost
     ├── OutsideStep           a collective of the manager between two steps: move it into one
-    ├── StartAgain            what this process had begun is over: its next life passes over it
     ├── StepInDoubt           the lighthouse was unreachable for so long that a vote stays unanswered
     ├── TooManyDiscards       more than `max_retries` steps in a row were discarded
     └── ProcessGroupError     one class for every failure of a process group, since a caller reacts
                               in the same way to all: it gives up the step, votes no and waits for
                               the next quorum. `__cause__` is the original exception
 
+`StartAgain` is none of them: what this process had begun is over, and its next life passes over it.
 `lighthouse.errors.JoinRefused` and `LighthouseUnavailable` pass through; those of a heal
 (`ft_core.heal`) end in a discard, not in an exception. `ValueError` is raised for options that a
 user set wrong.
@@ -56,8 +56,11 @@ class UnderCapture(FaultToleranceError, RuntimeError):
         )
 
 
-class StartAgain(FaultToleranceError):
-    """This process can't go on from where it is, and its next life can."""
+class StartAgain(BaseException):
+    """This process can't go on from where it is, and its next life can.
+
+    Not an Exception: a script that catches those around its fit (a sweep) would go on without it.
+    """
 
 
 class StepInDoubt(FaultToleranceError):

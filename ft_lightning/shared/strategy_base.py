@@ -558,7 +558,7 @@ class StrategyBase(_Base):
         assert self._training is not None
         return trainings.over(self._training)
 
-    def _when_over(self, error: TrainingOver) -> Exception:
+    def _when_over(self, error: TrainingOver) -> BaseException:
         """What to raise where peers have ended the training."""
         return error
 

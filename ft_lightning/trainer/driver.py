@@ -126,7 +126,7 @@ class StepDriver:
         on_quorum: Callable[[], object],
         hooks: Callable[[str], None],
         leave: Callable[[], None],
-        over: Callable[[TrainingOver], Exception],
+        over: Callable[[TrainingOver], BaseException],
         before_leaving: Callable[[], None],
         after_leaving: Callable[[], None],
         patience_s: float,

@@ -417,7 +417,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         """Whether the fit has ended since this process began with it, so that its next life passes over it."""
         return board.slot().whole and self._resumption is not None and self._resumption.has_ended()
 
-    def _when_over(self, error: TrainingOver) -> Exception:
+    def _when_over(self, error: TrainingOver) -> BaseException:
         """`error`, unless it was just now that peers have ended this fit."""
         slot = board.slot()
         if slot.whole:

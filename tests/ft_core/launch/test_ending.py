@@ -17,7 +17,9 @@ from tests.harness.waiting import PATIENCE_S, gone, until
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import atexit, sys
-from ft_core.errors import GroupBroken, OutsideStep, QuorumUnavailable, StepInDoubt, TooManyDiscards
+from ft_core.errors import (
+    GroupBroken, OutsideStep, QuorumUnavailable, StartAgain, StepInDoubt, TooManyDiscards
+)
 from ft_core.launch.ending import end_with_a_line
 from lighthouse.errors import JoinRefused, LighthouseUnavailable, SettingsDiffer, TrainingOver
 
@@ -25,15 +27,19 @@ for _ in range(2):
     end_with_a_line("ft_package", "1")
 atexit.register(print, "waits for the lighthouse")
 print("before")
-raise {error}("a sentence")
+try: raise {error}("a sentence")
+{after}
 """
 
 
-def ended(error: str, board: Board | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """A process that `error` has ended. `board`: of the supervisor whose child 1 it is."""
+def ended(
+    error: str, board: Board | None = None, *, after: str = "finally: pass", **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A process that `error` has ended. `board`: of the supervisor whose child 1 it is. `after`: what the script has
+    around it."""
     env = {**os.environ, **env, **(board.environment(1) if board else {})}
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("{error}", error)],
+        [sys.executable, "-c", SCRIPT.replace("{error}", error).replace("{after}", after)],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -69,6 +75,13 @@ def test_a_process_whose_script_is_not_at_fault_ends_with_a_line(error: str, cod
         assert done.stdout == "before\n"
 
 
+def test_a_script_that_catches_the_errors_of_its_fits_starts_again_all_the_same() -> None:
+    """A sweep's `except Exception` would go on, with the weights of a fit that this process has not made."""
+    done = ended("StartAgain", after='except Exception: print("the next fit")')
+    assert done.returncode == 75
+    assert (done.stdout, done.stderr) == ("before\n", "ft_package: a sentence\n")
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_rank_tells_what_ends_its_group(rank: str) -> None:
     done = ended("TrainingOver", RANK=rank, WORLD_SIZE="2")
@@ -86,7 +99,7 @@ def test_under_a_supervisor_the_line_names_the_group() -> None:
 @pytest.mark.parametrize("error", ["GroupBroken", "TrainingOver"])
 def test_the_line_is_one_write(error: str) -> None:
     """Also unbuffered: the ranks of a group end at the same time, and share the terminal."""
-    script = SCRIPT.replace("{error}", error)
+    script = SCRIPT.replace("{error}", error).replace("{after}", "finally: pass")
     counted = f"""
 import io, sys
 class Raw(io.FileIO):
