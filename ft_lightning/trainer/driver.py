@@ -463,6 +463,12 @@ class StepDriver:
             self._put_gradients(self._earlier)
             self._window, self._rereads = 0, False
 
+    def leave_out(self) -> None:
+        """The epoch ends before a batch for which a step has begun (`on_train_batch_start` has returned -1): the next
+        step is that of another epoch, and agreements between batches come before it."""
+        if self._batches.known_length:
+            self.open = False
+
     def close(self) -> None:
         """The fit is over."""
         self._operations.clear()
@@ -601,6 +607,9 @@ def _catching(driver: StepDriver) -> Callable[[Any], dict[str, Any]]:
                 except BatchAbandoned:
                     module._current_fx_name = name
                     driver.abandon()
+                except StopIteration:
+                    driver.leave_out()
+                    raise
 
         return {"advance": advance}
 

@@ -2,7 +2,7 @@
 
 One backward for several updates, gradients that are kept over batches, a step that the user takes
 apart from its closure: when such a step is discarded, what is computed again must come to the same
-gradients.
+gradients. And an epoch that ends before such a step.
 """
 
 from __future__ import annotations
@@ -94,4 +94,17 @@ def by_hand(place: Place) -> Result:
     return trace.result(trainer)
 
 
-SCENARIOS = {f.__name__: f for f in (shared, by_hand)}
+def rest_left_out(place: Place) -> Result:
+    """`on_train_batch_start` ends an epoch before a batch for which a step has begun."""
+
+    class LeavesOut(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 7 and self.current_epoch else None
+
+    trace = Trace()
+    trainer = place.trainer(trace, max_epochs=3)
+    fit(trainer, LeavesOut(place))
+    return trace.result(trainer)
+
+
+SCENARIOS = {f.__name__: f for f in (shared, by_hand, rest_left_out)}

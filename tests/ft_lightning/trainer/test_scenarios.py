@@ -33,6 +33,7 @@ AS_STOCK = (
     "own_samplers",
     "shared",
     "by_hand",
+    "rest_left_out",
 )
 RETRIED = {
     "accumulate:retry": {"1": 0, "10": 1},
