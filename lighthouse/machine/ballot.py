@@ -281,6 +281,12 @@ class Comparison:
 
 ALIKE = Comparison()
 
+WHY_APART = (
+    "If one of them had come back from a death, something that changes parameters is in no state_dict (slow "
+    "weights that an optimizer keeps in an attribute, say) and did not heal: add it there. If none had, "
+    "suspect a machine's memory"
+)
+
 
 def compare(
     votes: Mapping[str, Vote],
@@ -323,7 +329,7 @@ def compare(
         told = ", ".join(f"{names[r]}: {digest.hex()}" for r, digest in sorted(digests.items()))
         return Comparison(
             hopeless=f"the members hold different parameters at step {step}, and {NONE_IS_RIGHT} of "
-            f"them ({told[:1_000]}): start again from a checkpoint"
+            f"them ({told[:1_000]}): start again from a checkpoint. {WHY_APART}"
         )
     why = f"its parameters at step {step} are not those of its peers"
     different |= {r: why for r, digest in digests.items() if digest != held}
