@@ -262,6 +262,13 @@ def _save_model(
 
 
 @while_active
+def _save_state_as_main(runtime: Runtime, original: Any, self: Any, json_path: str) -> None:
+    """Only the main process writes it. The flags are those of the last event, when it may not have been the main one."""
+    self.is_world_process_zero = self.is_local_process_zero = True
+    original(self, json_path)
+
+
+@while_active
 def _save_pretrained(
     runtime: Runtime,
     original: Any,
@@ -512,7 +519,7 @@ SEAMS = seams.table(
             ),
         ),
         "transformers.trainer_callback": (
-            ("TrainerState.save_to_json", ("self", "json_path")),
+            ("TrainerState.save_to_json", ("self", "json_path"), _save_state_as_main),
             ("CallbackHandler.call_event", ("self", "event"), _call_event),
             ("TrainerState.load_from_json",),
             ("ExportableState.state", ("self",)),
