@@ -49,7 +49,9 @@ CAUGHT = "this process ends, since its script has caught an error and goes on, a
 EARLY = (
     "this process came back, and its script ended before it was where its peers are, so nothing of this "
     "life counts: values that decide when a script ends (early stopping) must come from small results of "
-    "operations (gather), or be in an object that is registered with accelerator.register_for_checkpointing"
+    "operations (gather), or be in an object that is registered with accelerator.register_for_checkpointing, and all "
+    "processes must pass over prepared loaders equally often (evaluate in the main process alone over one that is not "
+    "prepared)"
 )
 
 ANOTHER_PATH = (
