@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ft_accelerate.runtime.script_position import UNKNOWN, ScriptPosition
+from ft_accelerate.runtime.script_position import UNKNOWN, Phase, ScriptPosition
 from ft_core.collectives.agreement import exchange_headers
 from ft_core.manager import Manager
 
@@ -85,6 +85,7 @@ class Header(NamedTuple):
         computes: 1: a backward pass is under way, and may raise.
         tries: sizes that the search for a batch size has tried, with this one; 0: the script has begun none.
         batch: its number in its pass over the data, of what is computed from it; `UNKNOWN` for other operations.
+        passes, under_way: see `ScriptPosition.align`.
         nbytes, shape: of the payload, of its tensor (a hash).
     """
 
@@ -96,6 +97,8 @@ class Header(NamedTuple):
     computes: int = 0
     tries: int = 0
     batch: int = UNKNOWN
+    passes: int = 0
+    under_way: int = UNKNOWN
     nbytes: int = 0
     shape: int = 0
 
@@ -106,7 +109,8 @@ class Header(NamedTuple):
         tries = position.searches[-1].tries if position.searches else 0
         batch = position.batch if kind is Kind.GRADIENTS else UNKNOWN
         done = position.events, position.agreed, whole, position.raised
-        return cls(kind, *done, int(computes), tries, batch)
+        passes = position.iterations, position.under_way
+        return cls(kind, *done, int(computes), tries, batch, *passes)
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -135,6 +139,13 @@ class Header(NamedTuple):
         return f"{Kind(self.kind).what} ({size}{batch}event {self.event} of its script)"
 
 
+def align(position: ScriptPosition, headers: Collection[Header]) -> None:
+    """Count passes over loaders as the process at this event that has made the fewest."""
+    if position.phase is Phase.LIVE and all(header.event == position.events for header in headers):
+        passes = min(header.passes for header in headers)
+        position.align(passes, min(header.under_way for header in headers))
+
+
 class Diverged(RuntimeError):
     """This replica group's script is not where the others' scripts are."""
 
@@ -149,7 +160,7 @@ class CheckedCollectives:
         device: of the tensors that are sent.
         header: what the script is about to do.
         patience_s: how long to wait for the others' headers; None: as long as for any collective.
-        on_headers: called with what all say of `whole`, by process and in the order of ranks.
+        on_headers: called with all headers, by process and in the order of ranks.
         in_group: gathers from the processes of this replica group. Given where the manager's collectives
             reach those of this number in all groups only (`ranks_hold="shards"`). Each method then
             reaches the others in a second collective, of torch's default process group; so once headers
@@ -162,7 +173,7 @@ class CheckedCollectives:
     device: torch.device
     header: Header
     patience_s: float | None = None
-    on_headers: Callable[[dict[int, bool]], None] | None = None
+    on_headers: Callable[[dict[int, Header]], None] | None = None
     in_group: Callable[[Any], list[Any]] | None = None
 
     def check(
@@ -185,7 +196,7 @@ class CheckedCollectives:
             return None
         found = {index: Header(*header) for index, *header in known}
         if self.on_headers is not None:
-            self.on_headers({index: bool(header.whole) for index, header in found.items()})
+            self.on_headers(found)
         # The processes that have done most together are right; of those the most, or the first.
         at = Counter(header.place for header in found.values())
         right = found[max(found, key=lambda i: (found[i].agreed, at[found[i].place], -i))]

@@ -30,6 +30,7 @@ from ft_accelerate.runtime.checked_collectives import (
     GradientHeaders,
     Header,
     Kind,
+    align,
 )
 from ft_accelerate.runtime.checkpoints import SavedPosition
 from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
@@ -432,7 +433,7 @@ class Runtime:
             self.prepared.device,
             Header.of(self.position, kind, computes=computes),
             self._headers.patience_s(kind, self._quorum_id, self.options.timeout_s),
-            self._take_main,
+            self._take_headers,
             self.group_ranks.gather if together else None,
         )
         try:
@@ -454,9 +455,9 @@ class Runtime:
         if not self._open:
             self._join(at)
 
-    def _take_main(self, whole: dict[int, bool]) -> None:
-        """The headers of this quorum are there."""
-        part = self._manager.step.part
+    def _take_headers(self, headers: dict[int, Header]) -> None:
+        align(self.position, headers.values())
+        part, whole = self._manager.step.part, {i: bool(h.whole) for i, h in headers.items()}
         self.leadership.decide(part, self.group_ranks.index_in(part), whole)
 
     def _vote(self) -> bool:

@@ -49,9 +49,8 @@ CAUGHT = "this process ends, since its script has caught an error and goes on, a
 EARLY = (
     "this process came back, and its script ended before it was where its peers are, so nothing of this "
     "life counts: values that decide when a script ends (early stopping) must come from small results of "
-    "operations (gather), or be in an object that is registered with accelerator.register_for_checkpointing, and all "
-    "processes must pass over prepared loaders equally often (evaluate in the main process alone over one that is not "
-    "prepared)"
+    "operations (gather), or be in an object that is registered with accelerator.register_for_checkpointing, and an "
+    "evaluation over prepared loaders in the main process alone needs a wait_for_everyone behind it"
 )
 
 ANOTHER_PATH = (
@@ -257,6 +256,27 @@ class ScriptPosition:
                 self.ended.append(iteration)
         if not has_length:
             self.lengths[iteration.seq] = iteration.yielded
+
+    @property
+    def under_way(self) -> int:
+        """The first pass that is not over; UNKNOWN: none."""
+        return self.active[0].seq if self.active else UNKNOWN
+
+    def align(self, passes: int, under_way: int) -> None:
+        """At this event one process has begun `passes`, the fewest, and one is in `under_way`, the lowest. What is more
+        here was made in this process alone (an evaluation in the main process). One that comes back does not
+        make it, so it counts for nothing."""
+        extra = self.under_way - under_way if under_way != UNKNOWN else 0
+        if extra > 0:
+            first = self.under_way
+            for iteration in self.active:
+                iteration.seq -= extra
+            if self.window is not None and self.window[0] >= first:
+                self.window = self.window[0] - extra, self.window[1]
+        if extra > 0 or self.iterations > passes:
+            own = under_way if extra > 0 else passes
+            self.lengths = {seq: length for seq, length in self.lengths.items() if seq < own}
+            self.iterations = min(self.iterations, passes)
 
     def trains_in(self, iteration: Iteration) -> bool:
         """Whether this pass is one of training, though the model is not in training mode: scripts, and Trainer with

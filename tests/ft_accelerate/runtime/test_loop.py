@@ -397,6 +397,23 @@ def test_an_optimizer_that_is_evaluated_elsewhere_is_moved_once(
         assert run.end(index)["digest"] == plain.end(index)["digest"]
 
 
+def test_passes_of_the_main_process_alone_count_for_nothing(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """It evaluates over a prepared loader, and the other process makes no such pass. Having come back, that one ran
+    past its peer's place, to the script's end, in each of its lives."""
+    options = {"alone": True, "norm": False, "epochs": 4, "step_delay_s": 0.01}
+    plain = plain_run(tmp_path, **options)
+    hold = f"step-{2 * STEPS + 3}"  # in the third epoch
+    fewest = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path / "ft", lighthouse, holds=[hold], **options) as run:
+        zero, one = run.start(0, **fewest), run.start(1, **fewest)
+        one = run.killed_and_back(one, 1, hold=hold, of=0, **fewest)
+        run.wait(zero, one)
+    for index in (0, 1):
+        assert run.end(index)["digest"] == plain.end(index)["digest"]
+
+
 def test_weights_that_the_past_has_written_over_heal_anew(tmp_path: Path, lighthouse: str) -> None:
     """`model.load_state_dict` in the past: the peers' weights were received in place, so they were gone. The first
     gradient of a process that came back was one of the old weights, and all trained on it."""

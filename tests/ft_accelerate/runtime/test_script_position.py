@@ -58,6 +58,23 @@ def run_to(position: ScriptPosition, passes: list[int]) -> Iteration:
     return iteration
 
 
+def test_passes_that_one_process_has_made_alone_are_not_counted() -> None:
+    position, other = ScriptPosition(), ScriptPosition()
+    run_to(position, [3, 2])  # the second pass is its own
+    position.finish(position.active[0], has_length=False)
+    run_to(other, [3])
+    other.finish(other.active[0], has_length=True)
+    for each in (position, other):
+        each.open_window(each.begin(None))
+    position.align(other.iterations, other.under_way)
+    assert position.describe("grad") == other.describe("grad")
+
+    run_to(position, [2])  # in the midst of the pass under way, which keeps its number
+    position.finish(position.active[-1], has_length=True)
+    position.align(other.iterations, other.under_way)
+    assert position.describe("op") == other.describe("op")
+
+
 def test_a_fast_forward_arrives_at_the_window_and_goes_live() -> None:
     position = ScriptPosition()
     position.relocate(peers())
