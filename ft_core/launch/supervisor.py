@@ -153,7 +153,7 @@ class Roster:
         min_alive: with fewer children that run or will run, the rest cannot go on.
         commits: of all processes that have ended.
         fault: the child whose end was an error of the script.
-        unwritten: (number, exit code) of the child that wrote for all and died last.
+        unwritten: (number, exit code) of the child that wrote for all and died last, if none has done so to its end since.
         witnesses: children that trained with it then, and have not died in their training since.
     """
 
@@ -190,7 +190,9 @@ class Roster:
             self.witnesses.remove(child)
         # A script that exits with an error shuts Python down, too.
         whole = exit_code == 0 or (exit_code < 0 and child.seen.done)
-        if child.seen.leads and not whole and not self.policy.elsewhere:
+        if child.seen.leads and whole:
+            self.unwritten = None
+        elif child.seen.leads and not self.policy.elsewhere:
             self.unwritten = child.number, exit_code
             self.witnesses = [
                 c

@@ -210,6 +210,29 @@ def test_a_leader_that_exits_with_an_error_has_not_written_all(code: int) -> Non
     assert rules.exit_code() == (3 if code == 3 else 0)
 
 
+def test_what_the_first_leader_had_not_written_is_written_by_one_that_is_killed_after_its_end() -> (
+    None
+):
+    """The first died in the training. The next has led to the end of its script, and is killed as Python shuts down."""
+    rules = policy(2)
+    first, other = rules.children
+    first.seen.joined = other.seen.joined = first.seen.leads = True
+    rules.ended(first, -9, 1.0)
+    assert rules.due(2.0) == [first]
+    first.process = object()  # type: ignore[assignment]
+    first.seen.joined = other.seen.leads = True
+    for child in rules.children:
+        child.seen.over = True
+    other.seen.done = True
+    rules.ended(other, -9, 3.0)
+    assert rules.due(4.0) == [other]
+    other.process = object()  # type: ignore[assignment]
+    rules.ended(first, 0, 5.0)
+    assert rules.too_late() == [other]
+    rules.ended(other, -9, 6.0)
+    assert (rules.missing(), rules.exit_code()) == ("", 0)
+
+
 def test_nothing_is_missing_where_the_training_went_on_after_the_leaders_death() -> None:
     """All die, and their next lives write all; though none of them need lead before it has finished."""
     rules = policy(2, max_restarts=None)
