@@ -176,6 +176,8 @@ import ft_lightning.fabric
 from ft_lightning.pytorch import FTDDPStrategy
 
 log, kind, last = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+# What hangs is killed after 10 timeouts: time for the others to end first on a busy machine.
+timeout_s = 3.0 if last == "hangs" else 1.0
 group = os.environ.get("REPLICA_GROUP_ID")
 came_back = group == "1" and (log / "hangs").exists()
 
@@ -215,7 +217,7 @@ class Model(BoringModel):
         self.trainer.should_stop = a_batch_ends(self.trainer.strategy)
 
 def train_by_fabric():
-    strategy = ft_lightning.fabric.FTDDPStrategy(timeout_s=1.0)
+    strategy = ft_lightning.fabric.FTDDPStrategy(timeout_s=timeout_s)
     fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
     fabric.launch()
     net = torch.nn.Linear(32, 2)
@@ -234,7 +236,7 @@ def train_by_fabric():
 if kind == "fabric":
     trained = train_by_fabric()
 else:
-    trainer = Trainer(strategy=FTDDPStrategy(timeout_s=1.0), accelerator="cpu", devices=2,
+    trainer = Trainer(strategy=FTDDPStrategy(timeout_s=timeout_s), accelerator="cpu", devices=2,
                       max_epochs=1_000_000, default_root_dir=log)
     trained = Model()
     trainer.fit(trained)
@@ -268,7 +270,7 @@ def test_one_that_hangs_comes_back_and_the_job_ends(
         assert "replica group 1 hung, and was killed; it is started again" in text
         assert text.count(" ends ") == 2
     else:
-        assert "replica group 1 hung, and was killed; it is not started again" in text
+        assert "replica group 1 hung, and was killed; it is not started again" in text, text
         assert text.count(" ends ") == 1
     assert len(ends) == 1, text
 
