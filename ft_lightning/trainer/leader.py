@@ -363,9 +363,9 @@ class CheckpointMixin(_Base):
         resumption, module, folder = self._resumption, self.lightning_module, ends_folder()
         if resumption is None or module is None:
             return
-        may_keep = folder and self._ranks_hold == "copies"
-        may_keep = may_keep and _size_of(module) + _kept_in(folder) <= END_BYTES
-        if may_keep and not resumption.end_is_saved_of(module):
+        keeps = folder and self._ranks_hold == "copies"
+        has_room = keeps and _size_of(module) + _kept_in(folder) <= END_BYTES
+        if has_room and not resumption.end_is_saved_of(module):  # last: it reads a file
             connector = module.trainer._checkpoint_connector
             io = self._from("plugins.io").TorchCheckpointIO()
             path = os.path.join(folder, f"{resumption.number}.ckpt")
