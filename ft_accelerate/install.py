@@ -172,7 +172,7 @@ def _init_state(original: Any, self: Any, cpu: bool = False, **kwargs: Any) -> N
     original(self, cpu, **kwargs)
     if runtime is not None and self.device.type == "cpu":
         # Where a group sees its own GPUs alone, it is the number of one of these, as scripts take it to be.
-        self.local_process_index = runtime.local_process_index
+        self.local_process_index = runtime.group_ranks.local_process_index
     group_shards.mark(self)
 
 

@@ -41,7 +41,7 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
         if (runtime := activate()) is None:
             return function(*args, **kwargs)
         position, again, ran_out = runtime.position, ran_out, False
-        position.begin_try(again=again)
+        runtime.begin_try(again=again)
         position.tries = True
         try:
             return function(*args, **kwargs)

@@ -351,12 +351,16 @@ class Begun:
 
     def arrive(self, accelerators: Accelerators, state: dict[str, Any]) -> None:
         """The script stands where the window of its peers, who have dumped `state`, began."""
-        if self._numbers.take(state["numbers"]):
-            self._numbers.put_back()
-            self._lack_draws = False
+        self.draw_as(state)
         begin_again(accelerators, state)
         self._mark_decisive(accelerators)
         self.changed.begin()
+
+    def draw_as(self, state: dict[str, Any]) -> None:
+        """Draw from here on what the peers, who have dumped `state`, have drawn from their mark on."""
+        if self._numbers.take(state["numbers"]):
+            self._numbers.put_back()
+            self._lack_draws = False
 
     def go_live(self, *numbers: int) -> None:
         """`numbers`: which no other process or moment has."""

@@ -77,8 +77,8 @@ class Runtime:
     def __init__(
         self, options: FaultTolerancePlugin, place: ReplicaEnv, supervision: Supervision
     ) -> None:
-        self.options, self._supervision = options, supervision
-        self.group_ranks = ranks = GroupRanks(options, place, supervision.restarts)
+        self.options = options
+        self.group_ranks = ranks = GroupRanks(options, place, supervision)
         self.num_processes = ranks.num_processes
         self.startup = StartupCollectives(ranks)
         self.position, self.prepared = ScriptPosition(), Prepared()
@@ -150,18 +150,11 @@ class Runtime:
 
     @property
     def local_leader(self) -> bool:
-        """Whether this process is the main one of its machine. On a machine of several: the first one that the
-        launcher has started there, since each has files of its own. On the only one: the main one, so that one speaks."""
-        told = self._supervision
-        if 0 < told.children < self.options.num_replica_groups:
-            return told.child == 0 and self.group_ranks.place.local_rank == 0 and self.live
+        """Whether this process is the main one of its machine: of several, the first one that the launcher has
+        started there, since each has files of its own. On the only one: the main one, so that one speaks."""
+        if self.group_ranks.several_machines:
+            return self.group_ranks.local_process_index == 0 and self.live
         return self.leader
-
-    @property
-    def local_process_index(self) -> int:
-        """This process's number among those of its machine, as its launcher has started them."""
-        place = self.group_ranks.place
-        return self._supervision.child * place.group_world_size + place.local_rank
 
     @property
     def participants(self) -> int:
@@ -263,6 +256,14 @@ class Runtime:
                 break
         if self.manager is not None and self._data is not None:
             self._data.follow(iteration, self.manager.step.part)
+
+    def begin_try(self, *, again: bool) -> None:
+        """See `ScriptPosition.begin_try`. Peers that are before the first window of a try have drawn more in those before."""
+        self.position.begin_try(again=again)
+        if self.live:
+            self._begun.mark(self.prepared.accelerators)
+        elif self._healed is not None and self.position.at_beginning:
+            self._begun.draw_as(self._healed)
 
     def _arrived(self) -> None:
         """The script stands where its peers' window began: forget what it did in its past."""
@@ -470,17 +471,16 @@ class Runtime:
         except GroupBroken as error:
             end_with_group(error)
         self._open = False
-        if committed:  # one that is evicted in a step is away from then on
-            self._there_at = time.monotonic()
         self.attempts_discarded += not committed
-        outcome = manager.last_outcome() if committed else None
-        if outcome is not None and outcome.control:
-            if self.leadership.holds:
-                runs.told(quorum_id)
-            else:
-                runs.hear(outcome.control)
         if committed:
+            self._there_at = time.monotonic()  # one that is evicted in a step is away from then on
             self.saves.committed()
+            outcome = manager.last_outcome()
+            if outcome is not None and outcome.control:
+                if self.leadership.holds:
+                    runs.told(quorum_id)
+                else:
+                    runs.hear(outcome.control)
         return committed
 
     @property

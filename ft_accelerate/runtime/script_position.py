@@ -386,6 +386,11 @@ class ScriptPosition:
             if self.target is not None:
                 self.relocate(self.target)
 
+    @property
+    def at_beginning(self) -> bool:
+        """Whether this script, which is behind, and its peers are before the first window (of this try)."""
+        return self.phase is Phase.REPLAY and self.window is None
+
     def is_given_up(self, target: Target) -> bool:
         """Whether the peers, at `target`, have tried the batch size with which this script trains, and a later one."""
         number = len(self.searches)

@@ -33,7 +33,7 @@ from ft_accelerate.runtime.checked_collectives import (
     Kind,
 )
 from ft_core.collectives.agreement import agree
-from ft_core.environment import ReplicaEnv
+from ft_core.environment import ReplicaEnv, Supervision
 from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable
 from ft_core.heal import digest
 from ft_core.launch.board import slot
@@ -72,18 +72,22 @@ ENDED = (
 class GroupRanks:
     """This process's replica group. The loop's thread only.
 
-    `restarts`: how often the group was started again; the launcher's store may outlive a group.
+    Attributes:
+        restarts: how often the group was started again; the launcher's store may outlive a group.
     """
 
-    def __init__(self, options: FaultTolerancePlugin, place: ReplicaEnv, restarts: int) -> None:
-        self.options, self.place, self.restarts = options, place, restarts
+    def __init__(
+        self, options: FaultTolerancePlugin, place: ReplicaEnv, supervision: Supervision
+    ) -> None:
+        self.options, self.place, self.restarts = options, place, supervision.restarts
+        self._child, self._children = supervision.child, supervision.children
         self._job = options.job(place)
         self.num_processes = self._job.data_shares * place.group_world_size
         self.number = options.replica_group_id * place.group_world_size + place.group_rank
         """Among the processes of all groups. A hot spare's is not one that the script knows."""
         self.share = options.replica_group_id % self._job.data_shares
         """Of the training data: which one this group reads (`ft_accelerate.runtime.divided_data`)."""
-        self._in_group = IntraGroup(self._job, life=restarts)
+        self._in_group = IntraGroup(self._job, life=self.restarts)
         self.shards = False
         """Whether the processes of a group share one copy of the model; else each has one."""
         self._closed = False
@@ -92,6 +96,16 @@ class GroupRanks:
     def process_index(self) -> int:
         """This process's number as the script knows it: among those that read the data."""
         return self.share * self.place.group_world_size + self.place.group_rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's number among those of its machine, as its launcher has started them."""
+        return self._child * self.place.group_world_size + self.place.local_rank
+
+    @property
+    def several_machines(self) -> bool:
+        """Whether the launcher of this machine has started some of the job's groups only."""
+        return 0 < self._children < self.options.num_replica_groups
 
     def index_in(self, part: Participation | None) -> int:
         """`process_index` in a step: a spare may act within it for a group that is gone."""

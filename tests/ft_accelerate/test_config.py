@@ -15,7 +15,7 @@ from ft_accelerate import FaultTolerancePlugin
 from ft_accelerate.launch.groups import MachineLayout, layout, lighthouse_plan
 from ft_accelerate.options import field_names, is_enabled, read_section
 from ft_accelerate.runtime.startup import GroupRanks
-from ft_core.environment import ReplicaEnv
+from ft_core.environment import ReplicaEnv, Supervision
 from ft_core.launch.rank_group import rank_environment
 from tests.harness.waiting import PATIENCE_S
 
@@ -108,12 +108,12 @@ def test_a_process_finds_its_place_among_all() -> None:
     plugin = FaultTolerancePlugin(num_replica_groups=3, replica_group_id=1)
     for group_size in (0, 4):
         plugin.group_size = group_size
-        found = GroupRanks(plugin, ReplicaEnv.read(env), restarts=0)
+        found = GroupRanks(plugin, ReplicaEnv.read(env), Supervision())
         assert (found.num_processes, found.process_index, found.place.local_rank) == (12, 6, 2)
         job = plugin.job(found.place)
         assert (job.store_addr, job.store_port) == ("127.0.0.1", 29500)
     plugin.group_size = 0
-    alone = GroupRanks(plugin, ReplicaEnv.read({}), restarts=0)
+    alone = GroupRanks(plugin, ReplicaEnv.read({}), Supervision())
     assert (alone.num_processes, alone.process_index, alone.place.local_rank) == (3, 1, 0)
 
 
@@ -138,7 +138,7 @@ def test_a_hot_spare_reads_a_share_and_has_a_number_of_its_own() -> None:
         GroupRanks(
             FaultTolerancePlugin(num_replica_groups=5, replica_group_id=group, spares=2),
             ReplicaEnv.read(env),
-            restarts=0,
+            Supervision(),
         )
         for group in range(5)
     ]

@@ -21,10 +21,12 @@ OPTIONS: dict[str, Any] = {
     "log": "",
     "runs_out": "forward",  # or "backward", "update"
     "seedable": True,
-    "evaluates_first": False,  # before the first batch of each try; an error is no reason to try another size
+    # "bare", "model": which hears of it; before the first batch of each try. An error is no reason to try another size
+    "evaluates_first": "",
     "epochs": 2,
     "samples": 128,
-    "holds": [],  # places to wait at: "step-<size>-<step>", of one replica with "-of-<replica>" behind it
+    # places to wait at: "step-<size>-<step>", of one replica with "-of-<replica>" behind it; "evaluates-<size>"
+    "holds": [],
     "inject": {},
 }
 FITS = 8
@@ -57,11 +59,12 @@ class Net(nn.Module):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.first, self.second, self.memory = nn.Linear(8, 16), nn.Linear(16, 3), memory
+        self.drop = nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.memory.need("forward")
         hidden: torch.Tensor = InBackward.apply(self.first(x).relu(), self.memory)
-        result: torch.Tensor = self.second(hidden)
+        result: torch.Tensor = self.second(self.drop(hidden))
         return result
 
 
@@ -81,12 +84,13 @@ def data(samples: int) -> TensorDataset:
     return TensorDataset(images, torch.randint(0, 3, (samples,), generator=generator))
 
 
-def evaluate(accelerator: Any, model: Any, net: Any, batches: Any) -> None:
-    """As transformers' Trainer with `eval_on_start`: only the bare model hears of it."""
-    net.eval()
+def evaluate(accelerator: Any, model: Any, hears: Any, batches: Any, log: LoopLog) -> None:
+    """As transformers' Trainer with `eval_on_start`, of which only the bare model hears."""
+    hears.eval()
     try:
         for x, _ in accelerator.prepare(batches):
             accelerator.gather_for_metrics(model(x))
+            log.at(f"evaluates-{batches.batch_size}")
     except RuntimeError as error:
         raise RuntimeError("an evaluation failed") from error
 
@@ -108,8 +112,9 @@ def run(options: dict[str, Any]) -> None:
         model, optimizer, batches = accelerator.prepare(
             net, Update(net), DataLoader(data(options["samples"]), size, shuffle=True)
         )
-        if options["evaluates_first"]:
-            evaluate(accelerator, model, net, DataLoader(data(32), size))
+        if first := options["evaluates_first"]:
+            hears = net if first == "bare" else model
+            evaluate(accelerator, model, hears, DataLoader(data(32), size), log)
         step = 0
         for epoch in range(options["epochs"]):
             for index, (x, y) in enumerate(batches):
@@ -132,7 +137,8 @@ def run(options: dict[str, Any]) -> None:
                     count=0,
                     rows=x[:, 0].tolist(),
                 )
-        log.end(size=size, step=step, digest=digest(net.state_dict().items()))
+        draw = torch.rand(()).item()
+        log.end(size=size, step=step, digest=digest(net.state_dict().items()), draw=draw)
 
     train()
 

@@ -21,7 +21,7 @@ def test_killed_in_turn_in_a_search_and_after_it(
     """The weights are those of plain DistributedDataParallel. In a later size, too, each sample is read once,
     by random numbers of the process that was always there."""
     options = {"runs_out": runs_out, "seedable": runs_out != "forward"}
-    options["evaluates_first"] = runs_out == "update"
+    options["evaluates_first"] = "bare" if runs_out == "update" else ""
     with running(tmp_path / "plain", "", WORKER, **options) as plain:
         plain.wait(*plain.start_plain(), code=None)
     holds = ["step-10-1", "step-8-5"]
@@ -38,9 +38,26 @@ def test_killed_in_turn_in_a_search_and_after_it(
             for key in WEIGHTS:
                 assert mine[key] == expected[mine["step"]][key], (index, mine["step"], key)
         assert {e["step"] for e in run.lines(index)} == set(expected)
-        for key in ("size", "step", "digest"):
+        for key in ("size", "step", "digest", "draw"):
             assert run.end(index)[key] == plain.end(index)[key] == run.end(0)[key]
     assert compare(run.lines(0), run.lines(1)) == len(run.lines(1))
+
+
+def test_killed_in_a_try_before_its_first_step(tmp_path: Path, lighthouse: str) -> None:
+    """What it draws in that try is what its peer draws, which has gone through the tries before."""
+    options = {"runs_out": "update", "evaluates_first": "model", "seedable": False}
+    with running(tmp_path / "plain", "", WORKER, **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    hold = "evaluates-8"
+    with running(tmp_path / "ft", lighthouse, WORKER, holds=[hold], **options) as run:
+        zero, one = run.start(0, **BOTH), run.start(1, **BOTH)
+        run.until_held(0, hold)
+        run.until_held(1, hold)
+        one = run.killed_and_back(one, 1, hold=hold, of=0, **BOTH)
+        run.wait(zero, one)
+    for index in (0, 1):
+        for key in ("size", "step", "digest", "draw"):
+            assert run.end(index)[key] == plain.end(index)[key]
 
 
 @pytest.mark.parametrize("runs_out", ["forward", "backward"])

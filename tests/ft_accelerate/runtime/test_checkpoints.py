@@ -12,13 +12,15 @@ import pytest
 from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime.checkpoints import FOLDER, publish
 from ft_accelerate.runtime.startup import GroupRanks
-from ft_core.environment import ReplicaEnv
+from ft_core.environment import ReplicaEnv, Supervision
 from tests.harness.waiting import until
 
 
 def ranks(index: int) -> GroupRanks:
     place = ReplicaEnv.read({"REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": "2"})
-    return GroupRanks(FaultTolerancePlugin(replica_group_id=index, num_replica_groups=2), place, 0)
+    return GroupRanks(
+        FaultTolerancePlugin(replica_group_id=index, num_replica_groups=2), place, Supervision()
+    )
 
 
 def has_ticked(clock: Path, since: Path) -> bool:
