@@ -7,13 +7,14 @@ waiting, how many members it wants, and which ones are better left out for a whi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine import fence, rules
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.members import History, Members, MemberState
+from lighthouse.machine.newcomers import Newcomers
 from lighthouse.machine.pairs import Pairs, Silences, leave_out
 from lighthouse.wire.messages import NO_QUORUM, ReachReport, name_of
 
@@ -73,7 +74,7 @@ class Forming:
         config: LighthouseConfig,
         members: Members,
         history: History,
-        offered: Mapping[str, object],
+        newcomers: Newcomers,
     ) -> None:
         limits = config.timeouts
         self.since = 0.0
@@ -81,7 +82,7 @@ class Forming:
         self.left_out: dict[str, str] = {}
         self._apart: dict[str, list[str]] = {}  # those left out, and which each can't reach
         self._members, self._history = members, history
-        self._offered = offered  # processes that are about to join
+        self._newcomers = newcomers
         self._join_timeout_s = limits.join_timeout_s
         self._torn_timeout_s = limits.timeout_s  # a source's replacement needs time to start
         self._config = config
@@ -297,8 +298,9 @@ class Forming:
         early = rules.too_early(roll, self._min_replicas, first, now, missed)
         if early is not None:
             return early
-        if self._offered and head is None and now < roll.expires:
-            reason = f"waiting for {len(self._offered)} that are here to follow this lighthouse"
+        offered = self._newcomers.offered
+        if offered and head is None and now < roll.expires:
+            reason = f"waiting for {len(offered)} that are here to follow this lighthouse"
             return rules.Verdict(None, reason, roll.expires)
         self._all_here, self._takeover = False, None
         at_head = head is not None and any(m.position == head for m in all_members.values())

@@ -53,10 +53,10 @@ from lighthouse.machine.members import (
     History,
     Members,
     MemberState,
-    NameConflict,
     is_plausible,
     update_positions,
 )
+from lighthouse.machine.newcomers import Newcomers
 from lighthouse.wire.messages import (
     FINISHED,
     MAX_EPOCH,
@@ -106,18 +106,18 @@ class JobState:
         nonce: int,
         remembered: tuple[str, ...] = (),
     ) -> None:
-        self.key, self._config, self._timeouts = key, config, config.timeouts
+        self.key, self._config = key, config
+        self._timeouts = config.timeouts
         self.term = Term(0, nonce)
         """What members must have promised themselves to. Read only."""
         self._formed = 0  # quorums of this term
         self._genesis = 0  # of the state with which it goes on; 0: there was no quorum yet
         self._least_epoch = 0  # of the next term; it starts as soon as no quorum is live
-        self._offered: dict[str, Peer] = {}  # processes that were offered the term, and must join
-        self._members, self._announcer = Members(), Announcer(key)
-        self._conflicts: dict[str, NameConflict] = {}
+        self._members, self._newcomers = Members(), Newcomers()
+        self._announcer = Announcer(key)
         self._live: Ballot | None = None
         self._history = History(remembered, self.term)
-        self._forming = Forming(config, self._members, self._history, self._offered)
+        self._forming = Forming(config, self._members, self._history, self._newcomers)
         self._effects: list[Effect] = []
         self._wake_at: float | None = None  # when to check again whether a quorum may form
 
@@ -155,7 +155,7 @@ class JobState:
     def alive(self, group: str) -> str:
         """The process of the replica group (or the process) `group` that is here; empty: none is."""
         here = {r: m.name for r, m in self._members.by_id.items()}
-        here |= {r: name_of(r) for r in (*self._conflicts, *self._offered)}
+        here |= {r: name_of(r) for r in self._newcomers}
         return next((r for r, name in here.items() if group in (r, name)), "")
 
     def declare_dead(self, group: str, now: float) -> list[Effect]:
@@ -168,17 +168,14 @@ class JobState:
     def _speaks_for(self, peer: Peer, replica_id: str) -> bool:
         """Whether `peer` may say something about `replica_id`: only its own process, and that
         process' watcher, present the identity under which it has joined. A member that is lost may live."""
-        held_back = self._conflicts.get(replica_id)
-        newcomer = self._offered.get(replica_id) if held_back is None else held_back.peer
-        spoke = self._members.speaker(replica_id) or newcomer
+        spoke = self._members.speaker(replica_id) or self._newcomers.speaker(replica_id)
         return spoke is None or spoke == peer or same_process(spoke, peer)
 
     def _forget(
         self, replica_id: str, now: float, ended: Leave | DeathNotice | None = None
     ) -> None:
-        """`replica_id`, if held back or offered the term, waits no longer. `ended`: its state is gone."""
-        self._conflicts.pop(replica_id, None)
-        waited_for = self._offered.pop(replica_id, None) is not None
+        """`replica_id`, if it is a newcomer, waits no longer. `ended`: its state is gone."""
+        waited_for = self._newcomers.forget(replica_id)
         if ended is not None:
             self._history.ended(self._members, ended)
         if (ended is not None or waited_for) and self._live is None:
@@ -199,30 +196,21 @@ class JobState:
             for asked, other in self._forming.ask_pairs(now):
                 self._send(asked.peer, ReachQuery(self.key, (other.entry(healing=False),)))
             self._wake_at = now
-        for replica_id, conflict in list(self._conflicts.items()):
-            if now >= conflict.expires:
-                del self._conflicts[replica_id]
-                self._send(conflict.peer, Refused(self.key, duplicate_name(conflict.join.name)))
+        for late in self._newcomers.expired(now):
+            self._send(late.peer, Refused(self.key, duplicate_name(late.join.name)))
         if self._live is None and self._wake_at is not None and now >= self._wake_at:
             self._form_and_announce(now)
         return self._take_effects()
 
     def deadline(self) -> float | None:
         """When `expire` wants to be called; None: not before another event."""
-        times = [conflict.expires for conflict in self._conflicts.values()]
-        if self._live is not None and self._live.deadline is not None:
-            times.append(self._live.deadline)
-        if self._live is None and self._wake_at is not None:
-            times.append(self._wake_at)
-        if (ask_at := self._forming.pairs.deadline()) is not None:
-            times.append(ask_at)
-        return min(times, default=None)
+        own = self._wake_at if self._live is None else self._live.deadline
+        times = (self._newcomers.deadline(), own, self._forming.pairs.deadline())
+        return min((at for at in times if at is not None), default=None)
 
     def replicas_of(self, peer: Peer) -> list[str]:
         """replica_ids of members and newcomers that are reached through `peer`."""
-        newcomers = [r for r, conflict in self._conflicts.items() if conflict.peer == peer]
-        newcomers += [r for r, spoke in self._offered.items() if spoke == peer]
-        return self._members.of_peer(peer) + newcomers
+        return self._members.of_peer(peer) + self._newcomers.of_peer(peer)
 
     @property
     def blank(self) -> bool:
@@ -232,7 +220,7 @@ class JobState:
     @property
     def empty(self) -> bool:
         """Whether every member has left."""
-        return not (self._members.by_id or self._conflicts or self._offered)
+        return not (self._members.by_id or self._newcomers)
 
     def _take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
@@ -255,7 +243,7 @@ class JobState:
         if self._history.is_newer(join, self._genesis):
             self._offer(peer, join, now)
             return
-        self._offered.pop(join.replica_id, None)
+        self._newcomers.follows(join.replica_id)
         live = self._live
         if member is not None and live is not None and join.replica_id in live.living:
             if join.quorum_id != live.quorum_id and join.left == member.join.left:
@@ -284,16 +272,16 @@ class JobState:
         replica_id = join.replica_id
         begun = self._history.head is not None
         epoch, least = rules.epochs(join, self.term, self._genesis, begun=begun)
-        count = len(self._members.by_id) + len(self._conflicts) + len(self._offered)
+        count = len(self._members.by_id) + len(self._newcomers)
         most = MAX_EPOCH // 2 if self.empty else self.term.epoch + MAX_JUMP
         if epoch > most:
             self._send(peer, Refused(self.key, f"epoch {epoch} is out of range: start again"))
         elif replica_id not in self._members.by_id and count >= self._config.max_replicas_per_job:
             self._send(peer, Refused(self.key, f"the job is full ({count} replica groups)"))
         else:
-            self._conflicts.pop(replica_id, None)
+            self._newcomers.forget(replica_id)
             self._remove(replica_id, "followed another lighthouse", now)
-            self._offered[replica_id] = peer
+            self._newcomers.offer(replica_id, peer)
             self._least_epoch = max(self._least_epoch, least)
             if self._live is None and self._least_epoch > self.term.epoch:
                 self._new_term(now)
@@ -305,7 +293,7 @@ class JobState:
         message = Waiting(
             self.key, STEP_IN_PROGRESS if due else JOIN_AGAIN, None if due else self.term
         )
-        self._send(self._offered[replica_id], message)
+        self._send(self._newcomers.offered[replica_id], message)
 
     def _new_term(self, now: float, least: int = 0) -> None:
         """A term above all that was promised: what this job knows of its members is as after a
@@ -317,11 +305,9 @@ class JobState:
         self._forming.new_term(now)
         for member in list(self._members.by_id.values()):
             self._members.take(member.replica_id)
-            self._offered[member.replica_id] = member.peer
-        for replica_id, conflict in self._conflicts.items():
-            self._offered[replica_id] = conflict.peer
-        self._conflicts.clear()
-        for replica_id in self._offered:
+            self._newcomers.offer(member.replica_id, member.peer)
+        self._newcomers.offer_all()
+        for replica_id in self._newcomers:
             self._repeat_offer(replica_id)
 
     def _refusal(self, join: Join) -> str:
@@ -330,7 +316,7 @@ class JobState:
         known = all_members.get(join.replica_id)
         if known is not None and known.name != join.name:
             return f"{known.name!r} can't become {join.name!r}: start it under a new replica_id"
-        count = len(all_members) + len(self._conflicts)
+        count = len(all_members) + len(self._newcomers.held_back)
         if known is None and count >= self._config.max_replicas_per_job:
             return f"the job is full ({len(all_members)} replica groups)"
         other = next(iter(all_members.values()), None)  # any of them: all match each other
@@ -344,14 +330,13 @@ class JobState:
     def _hold_back(self, peer: Peer, join: Join, now: float) -> None:
         """The name is in use: a restart may be faster than the news of the old process' death."""
         expires = now + 2 * self._timeouts.heartbeat_timeout_s
-        conflict = self._conflicts.setdefault(join.replica_id, NameConflict(join, peer, expires))
-        conflict.join, conflict.peer = join, peer
+        self._newcomers.hold_back(join, peer, expires)
         self._send(peer, Waiting(self.key, f"the name {join.name!r} is still in use"))
 
     def _admit(self, peer: Peer, join: Join, now: float) -> None:
-        if self._live is None and not self._members.by_id and not self._conflicts:
+        if self._live is None and not self._members.by_id and not self._newcomers.held_back:
             self._forming.since = now
-        self._conflicts.pop(join.replica_id, None)
+        self._newcomers.forget(join.replica_id)
         member = self._members.put(join, peer)
         self._history.recall(member)
         self._forming.joined(member)
@@ -409,9 +394,9 @@ class JobState:
         replica_id = heartbeat.replica_id
         live, member = self._live, self._members.by_id.get(replica_id)
         if member is None:
-            if replica_id in self._offered:
+            if replica_id in self._newcomers.offered:
                 self._repeat_offer(replica_id)
-            elif replica_id not in self._conflicts:
+            elif replica_id not in self._newcomers.held_back:
                 self._expel_unknown(peer, replica_id, heartbeat.quorum_id, NOT_KNOWN)
             return
         self._reached(member, peer)
@@ -497,11 +482,8 @@ class JobState:
 
     def _resolve_conflict(self, name: str, now: float) -> None:
         """`name` is free: the newcomer that was held back joins."""
-        for replica_id, conflict in list(self._conflicts.items()):
-            if conflict.join.name == name:
-                del self._conflicts[replica_id]
-                self._on_join(conflict.peer, conflict.join, now)
-                return
+        if (newcomer := self._newcomers.take_over(name)) is not None:
+            self._on_join(newcomer.peer, newcomer.join, now)
 
     def _evict_laggards(self, live: Ballot, now: float) -> None:
         """The step's deadline has passed: members that have not voted are hung.
@@ -683,8 +665,8 @@ class JobState:
         """Assert every invariant. O(members)."""
         self._members.check()
         all_members = self._members.by_id
-        for conflict in self._conflicts.values():
-            assert conflict.join.replica_id not in all_members, "both member and held back"
+        for replica_id in self._newcomers.held_back:
+            assert replica_id not in all_members, "both member and held back"
         for state in all_members.values():
             assert state.join.promised == self.term, "counted, and not promised"
         live = self._live

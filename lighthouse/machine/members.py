@@ -1,7 +1,7 @@
 """What a job knows of replica groups: its members, and its history. PURE.
 
 A member of a job is connected and has joined. It is in the live quorum, or it waits for the next
-one. A name conflict is a newcomer whose name still belongs to a member whose process may be dying.
+one.
 
 The history: decisions, the head, and the members that may hold a newer state. All of it is bounded,
 and none of it survives the lighthouse. A job without a past learns it from the replica groups that
@@ -113,15 +113,6 @@ class MemberState:
         """As it is listed in a quorum."""
         addresses = self.join.addresses
         return Member(self.replica_id, len(addresses), addresses, healing)
-
-
-@dataclass(slots=True)
-class NameConflict:
-    """A newcomer whose name is in use. At `expires` (machine's clock) it is refused."""
-
-    join: Join
-    peer: Peer
-    expires: float
 
 
 class Members:
