@@ -102,7 +102,7 @@ class Attempts:
         if self._session is None:
             if self.step.underway:
                 raise QuorumUnavailable("no quorum: start_quorum has raised; call it again")
-            raise RuntimeError("call start_quorum first")
+            raise RuntimeError("call start_quorum (the wrapped optimizer's zero_grad) first")
         return self._session
 
     @session.setter
@@ -338,7 +338,9 @@ class Attempts:
         """Wait for the step's collectives, and say yes or no."""
         session, step = self.session, self.step
         if session.control.status.attempt is Attempt.CLOSED:
-            raise RuntimeError("should_commit must follow start_quorum")
+            raise RuntimeError(
+                "should_commit (the wrapped optimizer's step) must follow start_quorum (its zero_grad), once each step"
+            )
         step.check()
         if self._state.shares is not None:
             step.bind()  # a commit moves them, by the members of this very quorum

@@ -35,6 +35,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from ft_core.collectives.allreduce import check_devices, completed, work_of
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
+from ft_core.optimizer import WrappedModel
 from ft_core.process_group.torch_versions import ddp_arguments, ddp_without_buffers
 from ft_core.step import GradientManager, StartedReduce, new_part, while_it_lives
 
@@ -120,7 +121,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             **ddp_without_buffers(),
             **kwargs,
         )
-        self._manager = manager
+        self._manager, self._wrapped = manager, WrappedModel(manager, module)
         never_compile(__package__)
         if not self.find_unused_parameters:
             self._freeze_buckets()
@@ -150,6 +151,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         awaits = torch.is_grad_enabled() and self.require_backward_grad_sync
         if awaits:
             self._forget_what_was_cut_short()
+        self._wrapped.is_called |= torch.is_grad_enabled()
         if self._shares and self.training and torch.is_grad_enabled():
             self._shared.begin()
         outputs = super().forward(*inputs, **kwargs)
@@ -188,11 +190,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._manager.report_error(error)
 
     def forget_forward(self) -> None:
-        """Declare that no backward will follow the forward passes so far.
-
-        Otherwise torch's reducer would wait for one, and reduce in the next `no_sync`, in which other
-        members reduce nothing.
-        """
+        """Declare that no backward will follow the forward passes so far. Otherwise torch's reducer would wait for
+        one, and reduce in the next `no_sync`, in which other members reduce nothing."""
         self.reducer._reset_state()
         if not self.find_unused_parameters:
             self._freeze_buckets()  # it would regroup, in this member alone
@@ -245,9 +244,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         with _touched_memory():
             frozen = self.reducer._rebuild_buckets()
         if not frozen:
+            advice = "pass find_unused_parameters=True, and report this"
             raise RuntimeError(
-                f"torch {torch.__version__} does not fix the bucket layout at construction: pass "
-                "find_unused_parameters=True, and report this"
+                f"torch {torch.__version__} does not fix the bucket layout: {advice}"
             )
         self._has_rebuilt_buckets = True
 
@@ -479,7 +478,7 @@ class PureDistributedDataParallel(nn.Module):
         super().__init__()
         check_devices(module.parameters())
         self.module = module
-        self._manager = manager
+        self._manager, self._wrapped = manager, WrappedModel(manager, module, is_called=True)
         self._sync = True
         self._pending: list[tuple[Tensor, Tensor, Future[Tensor]]] = []
         self._queued = False

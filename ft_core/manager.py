@@ -35,7 +35,7 @@ from ft_core.replica.shares import Shares
 from ft_core.replica.status import Attempt, Outcome, Participation, Stage, WorldSizeMode
 from ft_core.shell.session import Session, schema_digest
 from ft_core.state import State
-from ft_core.telemetry import Telemetry
+from ft_core.telemetry import DiscardsTold, Telemetry
 from lighthouse.wire.messages import FINISHED, NOT_COUNTED, OTHERS_FINISHED
 
 log = logging.getLogger("ft_core")
@@ -181,8 +181,6 @@ class Manager:
         return manager
 
     def _set_up(self, pg: ProcessGroup, options: JobOptions, own_loop: bool = False) -> None:
-        if own_loop:
-            end_with_a_line("ft_core", options.name, at_once=False)
         self._options, self._replica_id = options, new_replica_id(options.name)
         self._pg = pg
         self.state = State()
@@ -193,6 +191,9 @@ class Manager:
         self._session: Session | None = None
         self._closed = self._leaves = False
         self.telemetry = Telemetry()
+        if own_loop:
+            end_with_a_line("ft_core", options.name, at_once=False)
+            self.telemetry.add_sink(DiscardsTold(options.name))
         self._attempts = Attempts(options, pg, self.state, self.telemetry)
         self.step = self._attempts.step
         """The step under way, for collectives and algorithms."""

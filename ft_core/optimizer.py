@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer as TorchOptimizer
 
-from ft_core.step import StepManager, update
+from ft_core.step import StepManager, new_part, update
 
 log = logging.getLogger("ft_core")
 
@@ -24,8 +24,8 @@ class OptimizerWrapper(TorchOptimizer):
     """A torch optimizer that updates the parameters only if its manager commits the step.
 
     `zero_grad()` begins a step (`manager.start_quorum`), and `step()` ends it
-    (`manager.should_commit`): call `zero_grad` before forward, once a step. Make one wrapper for each
-    manager. Everything else (param_groups, state, hooks, state dicts) is `optim`'s own, and
+    (`manager.should_commit`): call `zero_grad` before forward, once a step. Optimizers that update by turns have a
+    wrapper each. Everything else (param_groups, state, hooks, state dicts) is `optim`'s own, and
     schedulers take this object. A scheduler that counts steps should count committed ones:
 
         optimizer.step()
@@ -60,8 +60,7 @@ class OptimizerWrapper(TorchOptimizer):
         self.optim = optim
         self.step_was_skipped = False
         """Whether the last `step` left the parameters alone: discarded, or an overflow."""
-        self._open = False  # `zero_grad` has begun a step; others may have ended it
-        manager.register_schema("optimizer", _describe(optim))
+        manager.register_schema(new_part(manager, "optimizer"), _describe(optim))
         manager.preallocate_state(optim)
         if grad_scaler is not None:
             manager.register_state_dict_fn(
@@ -73,12 +72,11 @@ class OptimizerWrapper(TorchOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step of the manager, and clear the gradients. Raises as `start_quorum` does.
 
-        If it is called again before a gradient was averaged, it only clears; after that, it discards
-        the step that it interrupts, and begins another.
+        If a step is open in which no gradient was averaged yet, it only clears; after that, it discards the step
+        that it interrupts, and begins another.
         """
-        if not (self._open and self.manager.step_is_untouched()):
+        if self.manager.step_is_untouched() is not True:  # nor is a mock's answer
             self.manager.start_quorum()
-            self._open = True
         self.optim.zero_grad(set_to_none)
 
     def step(  # type: ignore[override]
@@ -95,6 +93,8 @@ class OptimizerWrapper(TorchOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for wrapped in _wrapped.get(self.manager, ()):
+            wrapped.refuse_unaveraged(self.optim)
         if getattr(self, "found_inf", None) is not None:
             raise RuntimeError(
                 f"this GradScaler (torch {torch.__version__}) does not hand itself to the "
@@ -112,7 +112,6 @@ class OptimizerWrapper(TorchOptimizer):
         update(self.manager, self.optim.step)
 
     def _vote(self) -> bool:
-        self._open = False
         return self.manager.should_commit()
 
     # ------------------------------------------------------------------ torch.amp.GradScaler
@@ -286,6 +285,44 @@ def refuse_once_frozen(names: list[str], when: str, advice: str) -> None:
             "averaged, so that each replica group had weights of its own (stock DDP says nothing of it). "
             f"{advice}"
         )
+
+
+UNFREEZE = "Wrap the model with all of them trainable (and find_unused_parameters=True), and freeze them after that"
+BYPASSED = (
+    "the optimizer trains a model whose DistributedDataParallel was never called: its forward averages gradients, and "
+    "that of the model inside it does not, so that each replica group would have weights of its own (stock DDP says "
+    "nothing of it). Call the wrapped model: model = DistributedDataParallel(manager, network), and model(batch)"
+)
+
+
+class WrappedModel:
+    """What a model that averages its gradients for `manager` tells the manager's `Optimizer`; the model holds it.
+
+    Attributes:
+        is_called: whether there was a forward with gradients.
+    """
+
+    def __init__(self, manager: Any, module: nn.Module, *, is_called: bool = False) -> None:
+        self.is_called = is_called
+        self._frozen = frozen_parameters(module)
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._others = _wrapped.setdefault(manager, weakref.WeakSet())
+        self._others.add(self)
+
+    def refuse_unaveraged(self, optimizer: TorchOptimizer) -> None:
+        """Raise ValueError if `optimizer` is about to train parameters whose gradients no model has averaged."""
+        refuse_unfrozen(self._frozen, optimizer, "when the model was wrapped", UNFREEZE)
+        if not self.is_called:
+            trained = {id(p) for p in self._parameters if p.grad is not None}
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            averaged = {id(p) for o in self._others if o.is_called for p in o._parameters}
+            if trained & held - averaged:
+                raise ValueError(BYPASSED)
+
+
+_wrapped: weakref.WeakKeyDictionary[Any, weakref.WeakSet[WrappedModel]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Strangers:

@@ -7,12 +7,15 @@ must be quick and must not raise. `JsonlSink` writes one JSON object per line.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("ft_core")
 
 QUORUM = "quorum"  # quorum_id, members, healing, replica_rank, reason
 COMMIT = "commit"  # step, participants, seconds (since the attempt began)
@@ -37,6 +40,9 @@ class Event:
     wall_s: float = field(default_factory=time.time)
 
 
+TOLD_DISCARDS = (3, 10, 30, 100, 300, 1000)
+"""This many discards in a row are worth a line."""
+
 Sink = Callable[[Event], None]
 
 
@@ -56,6 +62,28 @@ class Telemetry:
             event = Event(kind, data)
             for sink in self._sinks:
                 sink(event)
+
+
+class DiscardsTold:
+    """Warns of a step that is discarded again and again: a loop of one's own need not look at each outcome. A sink of
+    telemetry. Thread: any, one at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._discards = name, 0
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == COMMIT:
+            self._discards = 0
+        elif event.kind == DISCARD:
+            self._discards += 1
+            if self._discards in TOLD_DISCARDS:
+                log.warning(
+                    "replica group %s: step %s was discarded %s times in a row: %s",
+                    self._name,
+                    event.data["step"],
+                    self._discards,
+                    event.data["reason"],
+                )
 
 
 class JsonlSink:

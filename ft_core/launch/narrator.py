@@ -15,14 +15,12 @@ from ft_core.telemetry import (
     KEPT,
     QUORUM,
     REVOKED,
+    TOLD_DISCARDS,
     VISIT,
     WAITING,
     Event,
 )
 from lighthouse.wire.messages import FINISHED, NOT_HELD, NOT_KNOWN, name_of
-
-TOLD_DISCARDS = (3, 10, 30, 100, 300, 1000)
-"""This many discards in a row are worth a line."""
 
 LOST = "it had lost its connection to the lighthouse, or that was started again"
 

@@ -69,6 +69,7 @@ log = logging.getLogger("ft_core")
 REACH_AGAIN_S = 0.2
 LOOK_EVERY_S = 0.25
 """How often a collective that takes longer than this is looked at."""
+WHY_IT_WAITS = "a member hangs, or its loop is at another place and calls other collectives"
 HANG_TIMEOUTS = 10
 """A loop that was evicted has this many timeouts to come back. Then a supervisor ends it."""
 WAIT_TOLD_S = 10.0
@@ -348,7 +349,7 @@ class Session:
             ], None
         if waited_s < patience_s:
             return [], now + LOOK_EVERY_S
-        return [Fail(f"a collective waited {waited_s:.1f} s", stalled=True)], None
+        return [Fail(f"a collective waited {waited_s:.1f} s: {WHY_IT_WAITS}", stalled=True)], None
 
     def _patience_s(self, status: ReplicaStatus) -> float:
         """How long a collective may wait. Any thread."""

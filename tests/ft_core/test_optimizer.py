@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from ft_core.ddp import DistributedDataParallel
+from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
 from ft_core.optimizer import Optimizer, OptimizerWrapper
 from tests.harness.thread_quorum import ThreadManager, ThreadQuorum
 
@@ -73,6 +73,22 @@ def test_zero_grad_twice_is_one_step_until_gradients_travel() -> None:
     optimizer.zero_grad()
     assert manager.attempts == 2
     assert parameter.grad is None
+
+
+def test_optimizers_by_turns_share_the_manager() -> None:
+    manager, parameter, first = new()
+    second = Optimizer(manager, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))  # type: ignore[arg-type]
+    assert set(manager.schema) == {"optimizer", "optimizer.1"}
+    for turn in first, second:
+        begun = manager.attempts
+        first.zero_grad()
+        second.zero_grad()
+        assert manager.attempts == begun + 1
+        parameter.sum().backward()
+        manager.allreduce(parameter.grad)  # type: ignore[arg-type]
+        turn.step()
+        assert not turn.step_was_skipped
+    assert manager.step == 2
 
 
 def test_zero_grad_begins_a_step_when_another_ended_the_last() -> None:
@@ -313,3 +329,50 @@ def test_a_disabled_scaler_is_no_scaler() -> None:
     manager, parameter, optimizer = new(lr=0.5)
     scaled(manager, optimizer, GradScaler("cpu", enabled=False), unscale=True)
     assert torch.equal(parameter, torch.full((3,), 0.5))
+
+
+# ---------------------------------------------------------------------- what no model averages
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_what_was_frozen_when_the_model_was_wrapped_and_is_trained_is_refused(wrapper: Any) -> None:
+    manager, net = ThreadQuorum(1).members[0], two_layers()
+    net[0].requires_grad_(False)
+    model = wrapper(manager, net)
+    optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.1))  # type: ignore[arg-type]
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    net[0].requires_grad_(True)
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ValueError, match=r"0.weight, 0.bias: frozen when the model was wrapped"):
+        optimizer.step()
+
+
+def test_a_network_that_is_called_in_place_of_its_wrapper_is_refused() -> None:
+    manager, net = ThreadQuorum(1).members[0], two_layers()
+    model = DistributedDataParallel(manager, net)  # type: ignore[arg-type]
+    optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.1))  # type: ignore[arg-type]
+    optimizer.zero_grad()
+    net(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ValueError, match="DistributedDataParallel was never called"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+def test_one_of_two_wrappers_of_a_network_may_rest() -> None:
+    manager, net = ThreadQuorum(1).members[0], two_layers()
+    used, _rests = (DistributedDataParallel(manager, net) for _ in range(2))  # type: ignore[arg-type]
+    optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.1))  # type: ignore[arg-type]
+    optimizer.zero_grad()
+    used(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert not optimizer.step_was_skipped

@@ -6,7 +6,10 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import ft_core.telemetry
+from ft_core.telemetry import COMMIT, DISCARD, DiscardsTold, Telemetry
 
 PACKAGES = ("ft_core", "ft_lightning", "ft_accelerate")
 ROOT = Path(ft_core.telemetry.__file__).parents[1]
@@ -34,3 +37,13 @@ def test_events_carry_the_fields_that_are_documented() -> None:
                     assert {k.arg for k in node.keywords} == kinds[kind], (file, node.lineno)
                     seen.add(kind)
     assert seen == set(kinds)
+
+
+def test_a_step_that_is_discarded_again_and_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = Telemetry()
+    telemetry.add_sink(DiscardsTold("a"))
+    for kind in [DISCARD] * 2 + [COMMIT] + [DISCARD] * 5:
+        telemetry.emit(kind, step=7, reason="no disk")
+    assert [r.getMessage() for r in caplog.records] == [
+        "replica group a: step 7 was discarded 3 times in a row: no disk"
+    ]
