@@ -281,7 +281,7 @@ def refuse_once_frozen(names: list[str], when: str, advice: str) -> None:
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         raise ValueError(
-            f"{', '.join(names[:MOST_NAMED])}{more}: frozen {when}, and trained now. Their gradients are not "
+            f"{', '.join(names[:MOST_NAMED])}{more}: frozen {when}, and trained now. They are not "
             "averaged, so that each replica group had weights of its own (stock DDP says nothing of it). "
             f"{advice}"
         )

@@ -25,6 +25,7 @@ from ft_core.diloco.fragments import Fragment, describe
 from ft_core.diloco.global_state import drop_bad_state, refuse_drifting
 from ft_core.diloco.outer_step import OuterReduce, OuterStep, squared_norm
 from ft_core.diloco.schedule import Schedule, ScheduleEvent, Windows
+from ft_core.optimizer import frozen_parameters, refuse_unfrozen
 from ft_core.process_group import ProcessGroupError
 from ft_core.replica.status import WorldSizeMode
 from ft_core.step import update
@@ -37,6 +38,7 @@ log = logging.getLogger("ft_core")
 BIND_TRIES = 3
 COMPARED_WITHIN = 32
 """Outer steps in which members compare all global parameters."""
+UNFREEZE = "Make it while all of them are trainable, and freeze them after that"
 RELAUNCHES = 2
 """How often a kept window is sent again at once after its outer step was discarded."""
 
@@ -79,6 +81,7 @@ class OuterLoop:
         assert outer.state is not None
         self._manager, self._inner = manager, inner_optimizer
         self._outer, self._state, self._fragments = outer, outer.state, outer.fragments
+        self._frozen = frozen_parameters(outer.model)
         self._schedule = schedule
         unit = "steps" if weighted is True else (weighted or "")
         self._windows = Windows(len(self._fragments), schedule.sync_every, unit)
@@ -219,6 +222,7 @@ class OuterLoop:
     # ------------------------------------------------------------------ inner steps
 
     def _after_inner_step(self, *_: Any) -> None:
+        refuse_unfrozen(self._frozen, self._inner, f"when {type(self).__name__} was made", UNFREEZE)
         self._windows.inner_step()
         self._local_step += 1
         if not self._open and not self._open_slot():

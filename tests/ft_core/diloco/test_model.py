@@ -392,3 +392,19 @@ def test_nothing_is_received_into_the_globals_under_a_window() -> None:
     assert manager.state._offered is not None
     assert [tensor for tensor in tree_leaves(manager.state._offered) if tensor is not None] == [own]
     manager.shutdown()
+
+
+def test_what_was_frozen_and_is_trained_now_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    manager = Manager(ProcessGroupDummy(), rank=0, world_size=1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = LocalSGD(manager, model, inner, 4)
+    monkeypatch.setattr(loop, "_open_slot", lambda: False)
+    with loop:
+        model.scale.requires_grad_(True)
+        model.scale.grad = torch.ones_like(model.scale)
+        with pytest.raises(
+            ValueError, match="scale: frozen when LocalSGD was made, and trained now"
+        ):
+            inner.step()
+    manager.shutdown()
