@@ -453,6 +453,9 @@ def capture_counters(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     # Data is placed by `Batches.jump`.
     state.get("state_dict", {}).pop("combined_loader", None)
     state[BATCHES]["is_last_batch"] = False
+    if batches and not trainer.lightning_module.automatic_optimization:
+        # By hand each batch counts as one that has stepped: rows have this number.
+        state["epoch_loop.state_dict"]["_batches_that_stepped"] -= batches - 1
     for part in PARTS if batches else ():
         counts = state[BATCHES][part]
         counts["ready"] -= batches

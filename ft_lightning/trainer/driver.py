@@ -60,7 +60,7 @@ from ft_lightning.shared.step_collectives import (
     zero_loss,
 )
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.batches import Batches, DataShare, rewind_counters
+from ft_lightning.trainer.batches import Batches, DataShare, batches_done, rewind_counters
 from ft_lightning.trainer.decisions import Decisions
 from lighthouse.errors import TrainingOver
 
@@ -163,10 +163,12 @@ class StepDriver:
         self._at_end: list[Callable[[], None]] = []
         self._operations: list[Callable[[], None]] = []  # of the open step, in order
         self._window = 0  # batches since the open step began at a boundary
+        self._repeated = 0  # of those to be, what follows on the ones before this one has been done
         self._within = False  # or it began in the middle of a batch
         self._earlier: list[Tensor | None] | None = None  # gradients before the open step's first
         self._votes = self._usual_votes = 0  # of the batch, and of the one before, committed
         self.open = self.computing = False
+        self._paused = False  # the open step goes on behind an agreement that was made meanwhile
         self.last_committed: bool | None = None
         self._part: Participation | None = None
         self.meets_next: Callable[[], bool] = lambda: False
@@ -203,9 +205,11 @@ class StepDriver:
         if self._place is not None:
             return
         self._usual_votes, self._votes = self._votes, 0
+        if self._paused and not batches_done(self._trainer):
+            self.open = False  # an agreement to stop has ended the epoch within the window
         if not self.open:
-            self._lost = self._within = False
-            self._window, self._earlier, self._ahead = 0, None, None
+            self._lost = self._within = self._paused = False
+            self._window, self._repeated, self._earlier, self._ahead = 0, 0, None, None
             if self._decisions.timed:
                 self._decisions.wait_with_validation()
             self._start(Place.BOUNDARY)
@@ -214,7 +218,7 @@ class StepDriver:
             self._share.follow()
         if self._peer is not None:
             state, self._peer = self._peer, None
-            self._window = 0
+            self._window, self._lost = 0, False
             self._restore(state)
         self._window += 1
         if self._window == 1 and not self._sharded:
@@ -222,7 +226,10 @@ class StepDriver:
 
     def ensure_open(self) -> None:
         """In a batch: another step begins if none is open. May raise BatchAbandoned."""
-        if not self.open:
+        if self._paused:
+            self._paused = False
+            self._try_again()
+        elif not self.open:
             self._within = True
             self._start(Place.STEP)
 
@@ -245,7 +252,7 @@ class StepDriver:
             self._follow_quorum()
         finally:
             self._starting, self._place = 0, None
-        self.open = place is not Place.ROUND
+        self.open = self._paused or place is not Place.ROUND
         if place is Place.STEP:
             self._check_place()
 
@@ -322,7 +329,9 @@ class StepDriver:
             if self._manual and not self._sharded:
                 self._changed.note()
             self._catch_up()
-            if self.open and self._within:  # something was reduced after the last backward
+            # Something was reduced after the last backward, or the epoch ends without one.
+            if self.open and (self._within or self._ends_by_hand()):
+                self.ensure_open()
                 self._commit()
         finally:
             self.computing = False
@@ -332,6 +341,13 @@ class StepDriver:
             # No vote follows that would carry it.
             self._decisions.agree_to_stop(self._trainer.should_stop or self._decisions.stop_wished)
         return output
+
+    def _ends_by_hand(self) -> bool:
+        """Manual optimization: whether the batch at hand is its epoch's last one. No step stays open behind it: the
+        agreements that follow are steps, too, and counters are not counted back into an epoch that has ended."""
+        if not self._manual or not self._batches.known_length:
+            return False
+        return bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
     def before_backward(self) -> None:
         """Manual optimization: `manual_backward` begins. Earlier batches may have left gradients."""
@@ -461,13 +477,13 @@ class StepDriver:
             self._changed.put_back()
             self._batches.numbers.put_back()
             self._put_gradients(self._earlier)
-            self._window, self._rereads = 0, False
+            self._window, self._repeated, self._rereads = 0, self._window, False
 
     def leave_out(self) -> None:
         """The epoch ends before a batch for which a step has begun (`on_train_batch_start` has returned -1): the next
         step is that of another epoch, and agreements between batches come before it."""
         if self._batches.known_length:
-            self.open = False
+            self.open = self._paused = False
 
     def close(self) -> None:
         """The fit is over."""
@@ -485,8 +501,10 @@ class StepDriver:
         `mine` None: it gathers nothing. `last`: a batch follows, where newcomers heal. Returns None if this group is behind: it heals at the next
         batch.
         """
-        if self.open:  # the last batch of the epoch had no backward
-            return ([] if mine is None else [mine], 0) if self._alone else None
+        if self.open:  # a validation within a window of accumulated batches
+            if self._alone:
+                return [] if mine is None else [mine], 0
+            self._paused = True
         self._lost = self._lost or self._manager.is_healing()  # evicted, and let in again
         if self._lost:
             return None
@@ -567,7 +585,7 @@ class StepDriver:
         healing.restore(self._trainer, state, self._batches, self._hooks)
         self._batches.numbers.take(state["numbers"])
         self._batches.numbers.put_back()
-        self._ahead = state if state["window"] else None
+        self._ahead, self._repeated = state if state["window"] else None, state["window"]
         self._put_gradients(state["gradients"])
 
     def _catch_up(self) -> None:
@@ -576,6 +594,11 @@ class StepDriver:
         if self._ahead is not None and self._window >= self._ahead["window"]:
             state, self._ahead = self._ahead, None
             healing.put_back_hooks(self._trainer, state)
+
+    def repeats(self) -> bool:
+        """Whether the batch at hand is one that the peer had done when it gave its state in this window, or this
+        process: what follows on it, a validation, is in the state."""
+        return self._window < self._repeated
 
     def _parameters(self) -> list[nn.Parameter]:
         return list(self._trainer.lightning_module.parameters())
@@ -611,6 +634,10 @@ def _catching(driver: StepDriver) -> Callable[[Any], dict[str, Any]]:
                     driver.leave_out()
                     raise
 
-        return {"advance": advance}
+        def _should_check_val_fx(self: Any, data_fetcher: Any) -> bool:
+            due: bool = cls._should_check_val_fx(self, data_fetcher)
+            return due and not driver.repeats()
+
+        return {"advance": advance, "_should_check_val_fx": _should_check_val_fx}
 
     return methods

@@ -2,7 +2,7 @@
 
 One backward for several updates, gradients that are kept over batches, a step that the user takes
 apart from its closure: when such a step is discarded, what is computed again must come to the same
-gradients. And an epoch that ends before such a step.
+gradients. And epochs and validations that come before such a step's end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from tests.ft_lightning.trainer.scenarios import Net, Place, Result, Trace, fit
@@ -107,4 +108,47 @@ def rest_left_out(place: Place) -> Result:
     return trace.result(trainer)
 
 
-SCENARIOS = {f.__name__: f for f in (shared, by_hand, rest_left_out)}
+class Plain(Net):
+    """No running statistics: they would be each process's own in a window."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def seldom(place: Place) -> Result:
+    """By hand, an update in each fifth batch: neither a validation nor the epoch's end follows on one."""
+
+    class Seldom(Plain):
+        def __init__(self, place: Place) -> None:
+            super().__init__(place)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.inject()
+            optimizer = self.optimizers()
+            loss = self.loss(batch)
+            self.log("train", loss.detach(), on_step=True, on_epoch=True, sync_dist=True)
+            if batch_idx % 5 == 4:
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+    trace = Trace()
+    trainer = place.trainer(trace, max_epochs=3, val_check_interval=4)
+    fit(trainer, Seldom(place))
+    return trace.result(trainer)
+
+
+def validated_in_windows(place: Place) -> Result:
+    """A validation within a window of accumulated batches, at which EarlyStopping ends the fit."""
+    trace = Trace()
+    stopping = EarlyStopping("val", patience=4, min_delta=10.0)
+    trainer = place.trainer(
+        trace, stopping, max_epochs=3, accumulate_grad_batches=5, val_check_interval=3
+    )
+    fit(trainer, Plain(place))
+    return {**trace.result(trainer), "stopped": stopping.stopped_epoch}
+
+
+SCENARIOS = {f.__name__: f for f in (shared, by_hand, rest_left_out, seldom, validated_in_windows)}

@@ -230,6 +230,63 @@ def test_callbacks_count_each_batch_once_where_a_peer_waits_within_a_step(
     assert heard[0][max(heard[0])] == [2 * BATCHES, 2 * BATCHES]
 
 
+def test_batches_by_hand_without_an_update_are_counted_once_where_a_peer_waits_for_the_next_that_has_one(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """The group that comes back computes them, too; it numbers its rows as its peer does."""
+    options: dict[str, Any] = {"manual": True, "every": 4, "dies": {"2": 1}, "max_epochs": 1}
+    options["strategy_options"] = {"min_replicas": 2}
+    with running(tmp_path, lighthouse, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        run.wait(zero, run.start(1))
+    rows = [{line["step"]: line["row"] for line in run.lines(i)} for i in (0, 1)]
+    assert rows[0] == rows[1] == {n: 4 * n - 1 for n in range(1, BATCHES // 4 + 1)}
+
+
+def test_callbacks_hear_of_each_validation_once_where_a_peer_waits_in_the_window_around_them(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """The group that comes back computes the window from its first batch on, and does not validate again."""
+    options: dict[str, Any] = {"accumulate": 4, "validates": 1, "logs": True, "max_epochs": 1}
+    options["strategy_options"] = {"min_replicas": 2}
+    with running(tmp_path, lighthouse, dies={"1": 1}, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        run.wait(zero, run.start(1))
+    lines = [run.lines(i) for i in (0, 1)]
+    compare(*lines)
+    stopping = [{line["step"]: line["stopping"] for line in each} for each in lines]
+    assert stopping[0] == stopping[1]
+    validations = [len(run.lines(i, "validations")) for i in (0, 1)]
+    assert validations == [BATCHES, BATCHES - 3]
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+
+
+def test_it_dies_in_the_validation_after_batches_by_hand_that_had_no_update(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """It comes back in the next epoch: the epoch that has ended has left no step open."""
+    options: dict[str, Any] = {"manual": True, "every": 4, "holds": ["validation:0"]}
+    options["strategy_options"] = {"min_replicas": 2}
+    norms = []  # of the weights: running statistics are each process's own in a window
+    for dies in (False, True):
+        (folder := tmp_path / f"{dies}").mkdir()
+        with running(folder, lighthouse, **options) as run:
+            zero, one = run.start(0), run.start(1)
+            for rank in (0, 1):
+                run.until_held(rank, "validation:0")
+            if dies:
+                one.kill()
+                one.wait()
+                one = run.start(1)
+            run.go("validation:0")
+            run.wait(zero, one)
+            norms += [{line["step"]: line["norm"] for line in run.lines(i)} for i in (0, 1)]
+    assert all(seen == norms[0] for seen in norms[1:])
+    assert [*norms[0]] == list(range(1, 2 * (BATCHES // 4) + 1))
+
+
 def test_sigterm_leaves_without_a_discard(tmp_path: Path, lighthouse: str) -> None:
     events = tmp_path / "events.jsonl"
     with running(tmp_path, lighthouse, holds=["step:6"], max_epochs=3) as run:

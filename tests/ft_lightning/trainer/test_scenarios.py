@@ -34,6 +34,8 @@ AS_STOCK = (
     "shared",
     "by_hand",
     "rest_left_out",
+    "seldom",
+    "validated_in_windows",
 )
 RETRIED = {
     "accumulate:retry": {"1": 0, "10": 1},

@@ -42,6 +42,7 @@ OPTIONS: dict[str, Any] = {
     "samples": 152,
     "batch_size": 4,
     "accumulate": 1,
+    "validates": 1.0,  # each so many batches; a float: that part of an epoch
     "step_delay_s": 0.0,
     "seed": 7,
     "own_start": False,  # each process begins with other parameters
@@ -51,6 +52,7 @@ OPTIONS: dict[str, Any] = {
     "dies": {},  # {"<global step>": replica index}: it is killed in that step's backward, once
     "momentum": False,  # a copy of the net that follows it, in `training_step`, and a weight that is normalized there
     "manual": False,
+    "every": 1,  # of so many batches the last one has an update, by hand
     "gan": False,  # two optimizers, by hand; in every other batch on one loss
     "gathers": False,  # validation calls collectives
     "checkpoints": False,
@@ -132,7 +134,7 @@ class Model(LightningModule):
                 self.manual_backward(own)
                 optimizer.step()
                 self.untoggle_optimizer(optimizer)
-        elif self.options["manual"]:
+        elif self.options["manual"] and (batch_idx + 1) % self.options["every"] == 0:
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
@@ -262,6 +264,7 @@ class Recorder(Callback):
             "module_batch_idx": module.batch_idx,
             "last": trainer.is_last_batch,
             "total": trainer.fit_loop.total_batch_idx,
+            "row": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "digest": digest(module.state_dict()),
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
             "schedulers": [repr(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
@@ -383,6 +386,7 @@ def run(options: dict[str, Any]) -> Trainer:
         devices=options["devices"],
         max_epochs=options["max_epochs"],
         accumulate_grad_batches=options["accumulate"],
+        val_check_interval=options["validates"],
         callbacks=callbacks,
         logger=make_loggers(options),
         log_every_n_steps=1,
