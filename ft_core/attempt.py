@@ -133,7 +133,8 @@ class Attempts:
         Raises QuorumUnavailable: the step has begun then, and can only fail.
         """
         self.step.open()
-        return self.rendezvous.meet(lineage, self._meeting_s(timeout))
+        as_rank_0 = partial(self._state.begin_as_rank_0, self._options)
+        return self.rendezvous.meet(lineage, self._meeting_s(timeout), as_rank_0)
 
     def begin_with_kept(
         self, place: tuple[str, ...], own: Version, timeout: timedelta | None

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ft_core.config import JobOptions
+from ft_core.environment import Supervision
 from ft_core.heal import (
     NEXT,
     HealError,
@@ -56,6 +57,7 @@ from ft_core.process_group.device_memory import DeviceEvent, devices_of, synchro
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.replica.shares import Shares
 from ft_core.replica.status import INITIAL
+from ft_core.shell.intra_group import IntraGroup
 from ft_core.shell.session import Session
 from lighthouse.wire.messages import NOT_COUNTED
 
@@ -201,6 +203,16 @@ class State:
             return INITIAL + "same"
         with naming_option(options):
             return INITIAL + digest(self.save(), allow_objects=options.heal_allow_objects)
+
+    def begin_as_rank_0(self, options: JobOptions) -> str:
+        """The ranks of this group begin with unlike copies: take that of rank 0, as under DistributedDataParallel.
+        Returns its lineage. Raises as `IntraGroup.sync_initial_state`."""
+        with closing(IntraGroup(options, life=Supervision.read().restarts)) as ranks:
+            return ranks.sync_initial_state(
+                lambda: self.first_lineage(options),
+                self.save,
+                lambda state: self._load({"user": state}),
+            )
 
     def serve(self, session: Session) -> None:
         """At a step's boundary: serve the state to members that heal from it, large tensors in place

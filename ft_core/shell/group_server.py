@@ -315,11 +315,12 @@ class GroupRendezvous:
         self._key = ""  # of this manager in the store
         self.leader: Leader | None = None
 
-    def meet(self, mine: str, limit_s: float) -> str:
-        """Wait until the ranks that this one must know about are here. Returns the lineage
-        of the state with which this rank begins; `mine`: of what it holds itself.
+    def meet(self, mine: str, limit_s: float, as_rank_0: Callable[[], str]) -> str:
+        """Wait until all ranks are here. Returns the lineage of the state with which this rank begins; `mine`: of
+        what it holds itself.
 
-        Where ranks hold shards and all of them begin, that of all shards in the order of the ranks.
+        Where ranks hold shards and all of them begin, that of all shards in the order of the ranks. Where they begin
+        with unlike copies, that of `as_rank_0`, which all of them call.
 
         Raises QuorumUnavailable after `limit_s`: a later call goes on with what is there. ValueError
         if the store has no address.
@@ -328,16 +329,15 @@ class GroupRendezvous:
             return mine
         from torch.distributed import DistError, DistStoreError
 
-        deadline, shards = time.monotonic() + limit_s, []
+        deadline = time.monotonic() + limit_s
         try:
             store = self._open(limit_s)
-            if self._options.ranks_hold is RanksHold.SHARDS:
-                shards = [f"{self._key}/{rank}" for rank in range(self._size)]
-                store.set(shards[self._rank], mine)
-            awaited = shards if self._rank == 0 else [*shards, self._key]
-            store.wait(awaited, _left(deadline))
-            each = [store.get(key).decode() for key in shards]
+            ranks = [f"{self._key}/{rank}" for rank in range(self._size)]
+            store.set(ranks[self._rank], mine)
+            store.wait(ranks, _left(deadline))
+            lineage = self._lineage([store.get(key).decode() for key in ranks], mine, as_rank_0)
             if self._rank:
+                store.wait([self._key], _left(deadline))
                 self.leader = _leaders.decode(store.get(self._key))
                 self.close()  # from here on only rank 0 keeps the store
         except DistError as error:
@@ -348,8 +348,13 @@ class GroupRendezvous:
                 f"no quorum within {limit_s:g} s: not all {self._size} ranks of replica group "
                 f"{self._options.name} are here ({error}){left_over}"
             ) from error
-        if not all(lineage.startswith(INITIAL) for lineage in each) or not each:
+        return lineage
+
+    def _lineage(self, each: list[str], mine: str, as_rank_0: Callable[[], str]) -> str:
+        if not all(lineage.startswith(INITIAL) for lineage in each):
             return mine
+        if self._options.ranks_hold is RanksHold.COPIES:
+            return mine if len(set(each)) == 1 else as_rank_0()
         return INITIAL + hashlib.blake2b("|".join(each).encode(), digest_size=16).hexdigest()
 
     def from_rank_0(self, name: str, decide: Callable[[], str], limit_s: float) -> str:

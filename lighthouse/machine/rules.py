@@ -336,9 +336,9 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 _TORN = (
-    "no waiting replica group holds a whole state, since the source of its heal is gone or can't be reached, an "
-    "update of its own has raised, or its ranks begin with unlike copies of the model (seed them alike): it goes on "
-    "when one is back that does. If none is left, start the replica groups again, from a checkpoint if there is one"
+    "no waiting replica group holds a whole state, since the source of its heal is gone or can't be reached, or an "
+    "update of its own has raised: it goes on when one is back that does. If none is left, start the replica groups "
+    "again, from a checkpoint if there is one"
 )
 
 

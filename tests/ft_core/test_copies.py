@@ -167,6 +167,29 @@ def test_a_rank_that_forgets_its_state_heals_with_its_group(which: list[int]) ->
         assert not [reason for reason in reasons if "timed out" in reason]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ranks_that_begin_with_unlike_copies_have_that_of_the_first(groups: int) -> None:
+    """As under DistributedDataParallel: a script need not seed them. Without that no group held a whole state, and
+    there was no quorum."""
+    with lighthouse() as server, rendezvous(groups) as stores:
+        members = [
+            Replica(
+                server,
+                name,
+                value=float(10 * group + 2 + rank),
+                expected_replicas=groups,
+                **one_of_two(rank, store),
+            )
+            for group, (name, store) in enumerate(zip("01", stores, strict=False))
+            for rank in (0, 1)
+        ]
+        replicas(*[lambda m=member: m.run_to(2) for member in members])
+        held = [member.weights.tolist() for member in members]
+        replicas(*[member.close for member in members])
+    assert held == [held[0]] * len(members)
+    assert held[0] in ([[0.0] * 8, [10.0] * 8][:groups])
+
+
 def test_groups_of_other_sizes_are_refused() -> None:
     with lighthouse() as server, rendezvous(1) as stores:
         pair = ranks(server, "0", stores[0], job_id="j", timeout=timedelta(seconds=5))

@@ -129,7 +129,7 @@ def test_ranks_that_do_not_come_may_be_those_of_another_job(
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     options = JobOptions.resolve(lighthouse="tcp://127.0.0.1:1")
     with pytest.raises(QuorumUnavailable, match="not all 8 ranks.* left over from another job"):
-        GroupRendezvous(options).meet("lineage", 0.5)
+        GroupRendezvous(options).meet("lineage", 0.5, str)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_store_that_is_not_there_is_waited_for_as_long_as_is_said(
         monkeypatch.setattr(group_server, "HOSTED", timedelta(seconds=1))
         options = JobOptions.resolve(lighthouse="tcp://127.0.0.1:1")
         with pytest.raises(QuorumUnavailable, match=f"{why}.* left over from another job"):
-            GroupRendezvous(options).meet("lineage", 1.0)
+            GroupRendezvous(options).meet("lineage", 1.0, str)
 
 
 def test_rank_0_does_not_wait_at_a_port_whose_owner_says_nothing(
