@@ -163,12 +163,12 @@ class StepDriver:
         self._at_end: list[Callable[[], None]] = []
         self._operations: list[Callable[[], None]] = []  # of the open step, in order
         self._window = 0  # batches since the open step began at a boundary
-        self._repeated = 0  # of those to be, what follows on the ones before this one has been done
+        self._repeated = 0  # on the window's batches before this one a validation is not due again
         self._within = False  # or it began in the middle of a batch
         self._earlier: list[Tensor | None] | None = None  # gradients before the open step's first
         self._votes = self._usual_votes = 0  # of the batch, and of the one before, committed
         self.open = self.computing = False
-        self._paused = False  # the open step goes on behind an agreement that was made meanwhile
+        self._paused = False  # an agreement has taken the open step's place: that goes on behind it
         self.last_committed: bool | None = None
         self._part: Participation | None = None
         self.meets_next: Callable[[], bool] = lambda: False
@@ -596,8 +596,8 @@ class StepDriver:
             healing.put_back_hooks(self._trainer, state)
 
     def repeats(self) -> bool:
-        """Whether the batch at hand is one that the peer had done when it gave its state in this window, or this
-        process: what follows on it, a validation, is in the state."""
+        """Whether the batch at hand is computed once more, in a window in which the peer that gave its state, or this
+        process, was further: a validation that follows on it is done, and callbacks have heard of it."""
         return self._window < self._repeated
 
     def _parameters(self) -> list[nn.Parameter]:
