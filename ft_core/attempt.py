@@ -194,6 +194,7 @@ class Attempts:
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
         elif stays or not in_step or status.stage is Stage.MEMBER or self._state.sharded():
             self.enter(begins=True, stays=stays)
+        self.step.is_begun = True
 
     def _is_new(self, view: View | None) -> bool:
         """Whether no attempt was bound to this quorum yet. Two lighthouses may give theirs one number."""

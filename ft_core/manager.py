@@ -523,7 +523,7 @@ class Manager:
 
     def step_is_untouched(self) -> bool:
         """Whether a step is open that has had no collective yet."""
-        return self.step.underway and self.step.bound_at is None
+        return self.step.is_begun and self.step.bound_at is None
 
     def replica_rank(self) -> int:
         """Rank among the members of the quorum. Waits for the quorum."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
+from ft_core.errors import QuorumUnavailable
 from ft_core.optimizer import Optimizer, OptimizerWrapper
+from tests.harness import cluster
 from tests.harness.thread_quorum import ThreadManager, ThreadQuorum
 
 FAIL = RuntimeError("injected")
@@ -89,6 +92,18 @@ def test_optimizers_by_turns_share_the_manager() -> None:
         turn.step()
         assert not turn.step_was_skipped
     assert manager.step == 2
+
+
+def test_zero_grad_waits_on_when_no_quorum_has_formed() -> None:
+    with cluster.lighthouse() as server:
+        member = cluster.manager(
+            server.address(), "a", min_replica_size=2, quorum_timeout=timedelta(seconds=0.05)
+        )
+        optimizer = Optimizer(member, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+        for _ in range(2):
+            with pytest.raises(QuorumUnavailable):
+                optimizer.zero_grad()
+        member.shutdown()
 
 
 def test_zero_grad_begins_a_step_when_another_ended_the_last() -> None:
