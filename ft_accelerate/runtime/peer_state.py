@@ -335,9 +335,12 @@ class Begun:
             kept["custom"] = [pickle.loads(each) if each else None for each in kept["custom"]]
         return {"numbers": self._numbers.marked(), "begun": begun}
 
-    def add_to(self, state: dict[str, Any]) -> None:
-        """What a peer needs that comes to the window."""
+    def add_to(self, state: dict[str, Any], *, drifts: bool) -> None:
+        """What a peer needs that comes to the window. `drifts`: optimizers update models between the steps that are voted
+        on, and in its past the peer leaves that out. So it takes them as they are."""
         state.update(self.marked())
+        if drifts:
+            return
         for number, each in state["accelerators"].items():
             models = enumerate(each["models"])
             each["models"] = [

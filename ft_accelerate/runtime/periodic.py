@@ -23,6 +23,7 @@ from torch import Tensor
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Kind
 from ft_accelerate.runtime.runtime import Runtime
+from ft_accelerate.runtime.script_position import UNKNOWN
 from ft_core.diloco.diloco import OuterOptimizerStep, ParameterMean, nesterov
 from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, describe, split
 from ft_core.diloco.outer_step import OuterReduce, OuterStep
@@ -242,7 +243,8 @@ class _Operation:
     ) -> None:
         self.fragment = fragment
         self._runtime, self._outer, self._settings = runtime, outer, settings
-        self._batch = runtime.position.batch  # where it is launched: attempts may begin later
+        # Where it is launched: attempts may begin later. In its past a script is given no batches to count.
+        self._batch = runtime.position.batch if runtime.live else UNKNOWN
         self._sent: OuterReduce | None = None
         self._sent_in = 0
 

@@ -352,11 +352,11 @@ class Runtime:
         self._headers.committed(self._quorum_id, models=len(self.prepared.models))
 
     def drift(self, drifts: bool) -> None:
-        """Whether the state changes between the steps that are voted on, in each process in its own
-        way, as in LocalSGD: peers are served copies then, and nothing is compared."""
+        """Whether models change between votes, in each process in its own way (LocalSGD): peers take copies, unequal ones."""
         if drifts and self.options.spares:
             raise ValueError(DRIFTING)
         self.serve_copies = drifts
+        self._begun.changed.forget()
         if self.manager is not None:
             self.manager.compare_states(not drifts)
 
@@ -593,7 +593,7 @@ class Runtime:
             return self._healed  # this script is on its way there, and so are parts of its state
         state = states.dump(self.prepared.accelerators, self.position.describe(self._at))
         state["gradients"] = self.means.given(within_backward=self._at == "grad")
-        self._begun.add_to(state)
+        self._begun.add_to(state, drifts=self.serve_copies)
         state["past"] = self.past.dump()
         return states.copied(state) if self.serve_copies else state
 

@@ -68,3 +68,21 @@ def test_one_that_is_killed_between_meetings_comes_back_after_one(
         back = [line["step"] for line in run.lines(index) if line["pid"] == second]
         assert 12 <= back[0] <= 30
     assert run.events(0, "discard") <= 2  # in both processes: the meeting in which they were missed
+
+
+@pytest.mark.parametrize("local", ["stock", "diloco"])
+@pytest.mark.parametrize("hold", ["step-11", "eval-0"])
+def test_one_that_others_wait_for_comes_back_in_a_meeting_or_in_an_evaluation(
+    tmp_path: Path, lighthouse: str, local: str, hold: str
+) -> None:
+    """They do nothing without it (`min_replicas`). It takes the parameters that a peer has there, which optimizers have
+    updated without a vote."""
+    streaming = {"fragments": 2, "fragment_sync_delay": 1}
+    options = {"local": local, "samples": 160, "epochs": 2, "diloco": streaming}
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path, lighthouse, holds=[hold], **options) as run:
+        zero, one = run.start(0, **both), run.start(1, **both)
+        run.wait(zero, run.killed_and_back(one, 1, hold=hold, of=0, **both))
+    ends = [run.end(i) for i in (0, 1)]
+    for key in ("digest", "ticks", "accuracy"):
+        assert ends[0][key] == ends[1][key], key
