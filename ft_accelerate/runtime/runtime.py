@@ -352,7 +352,7 @@ class Runtime:
         self._headers.committed(self._quorum_id, models=len(self.prepared.models))
 
     def drift(self, drifts: bool) -> None:
-        """Whether models change between votes, in each process in its own way (LocalSGD): peers take copies, unequal ones."""
+        """Whether models change between votes, each process's in its own way (LocalSGD): sent as copies, not compared."""
         if drifts and self.options.spares:
             raise ValueError(DRIFTING)
         self.serve_copies = drifts
