@@ -206,7 +206,7 @@ class StepDriver:
             return
         self._usual_votes, self._votes = self._votes, 0
         if self._paused and not batches_done(self._trainer):
-            self.open = False  # an agreement to stop has ended the epoch within the window
+            self._drop_step()  # an agreement to stop has ended the epoch within the window
         if not self.open:
             self._lost = self._within = self._paused = False
             self._window, self._repeated, self._earlier, self._ahead = 0, 0, None, None
@@ -329,7 +329,7 @@ class StepDriver:
             if self._manual and not self._sharded:
                 self._changed.note()
             self._catch_up()
-            # Something was reduced after the last backward, or the epoch ends without one.
+            # Something was reduced after the last backward, or the epoch may end without one.
             if self.open and (self._within or self._ends_by_hand()):
                 self.ensure_open()
                 self._commit()
@@ -344,9 +344,14 @@ class StepDriver:
 
     def _ends_by_hand(self) -> bool:
         """Manual optimization: whether the batch at hand is its epoch's last one. No step stays open behind it: the
-        agreements that follow are steps, too, and counters are not counted back into an epoch that has ended."""
-        if not self._manual or not self._batches.known_length:
+        agreements that follow are steps, too, and counters are not counted back into an epoch that has ended.
+
+        The first stream that ends ends the epoch of all, and votes tell: over streams a batch without a backward has
+        a vote of its own, except within a window of gradients, which are of this group's batches."""
+        if not self._manual:
             return False
+        if not self._batches.known_length and self._earlier is None:
+            return True
         return bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
     def before_backward(self) -> None:
@@ -483,7 +488,12 @@ class StepDriver:
         """The epoch ends before a batch for which a step has begun (`on_train_batch_start` has returned -1): the next
         step is that of another epoch, and agreements between batches come before it."""
         if self._batches.known_length:
-            self.open = self._paused = False
+            self._drop_step()
+
+    def _drop_step(self) -> None:
+        """The open step has no vote, and nothing that it has reduced is reduced again in the next one's attempts."""
+        self.open = self._paused = False
+        self._operations.clear()
 
     def close(self) -> None:
         """The fit is over."""

@@ -263,11 +263,13 @@ def test_callbacks_hear_of_each_validation_once_where_a_peer_waits_in_the_window
     assert run.end(0)["digest"] == run.end(1)["digest"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
 def test_it_dies_in_the_validation_after_batches_by_hand_that_had_no_update(
-    tmp_path: Path, lighthouse: str
+    tmp_path: Path, lighthouse: str, stream: bool
 ) -> None:
     """It comes back in the next epoch: the epoch that has ended has left no step open."""
     options: dict[str, Any] = {"manual": True, "every": 4, "holds": ["validation:0"]}
+    options["stream"] = stream
     options["strategy_options"] = {"min_replicas": 2}
     norms = []  # of the weights: running statistics are each process's own in a window
     for dies in (False, True):

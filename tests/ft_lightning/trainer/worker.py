@@ -12,6 +12,7 @@ import copy
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ft_lightning
 from tests.harness.script import Log, digest, fail_once, flip_bit, options_of, process_name
@@ -41,6 +42,7 @@ OPTIONS: dict[str, Any] = {
     "max_epochs": 2,
     "samples": 152,
     "batch_size": 4,
+    "stream": False,  # data of unknown length, which keeps its place
     "accumulate": 1,
     "validates": 1.0,  # each so many batches; a float: that part of an epoch
     "step_delay_s": 0.0,
@@ -342,6 +344,26 @@ def make_loggers(options: dict[str, Any]) -> Any:
     return [*found, CSVLogger(folder, "last")]
 
 
+class Stream(IterableDataset[Any]):
+    """One of two groups' samples, in order."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.samples = [dataset[i] for i in range(int(process_name()), len(dataset), 2)]
+        self.at = self.start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self.start = self.start, 0
+        for sample in self.samples[self.at :]:
+            self.at += 1
+            yield sample
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
 def loaders(options: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(options["samples"], 8, generator=generator)
@@ -349,7 +371,10 @@ def loaders(options: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
     images[:, 0] /= 64
     labels = torch.randint(0, 3, (options["samples"],), generator=generator)
     dataset = TensorDataset(images, labels)
-    return DataLoader(dataset, options["batch_size"], shuffle=True), DataLoader(dataset, 50)
+    val = DataLoader(dataset, 50)
+    if options["stream"]:
+        return DataLoader(Stream(dataset), options["batch_size"]), val
+    return DataLoader(dataset, options["batch_size"], shuffle=True), val
 
 
 def run(options: dict[str, Any]) -> Trainer:
