@@ -392,12 +392,22 @@ class StepDriver:
 
         self._operations.append(attempt)
         attempt()
-        while self._ranks.any(self._manager.errored() is not None):
+        while self._ranks.any(self._is_in_vain()):
             put_back = self._reducer.keep_buffers()
             self._vote()
             self._try_again()
             put_back()
         return results[0]
+
+    def _is_in_vain(self) -> bool:
+        """Whether the attempt under way will be discarded: it has failed, or too few contribute. What was logged in a
+        window of batches has been written before its vote."""
+        if self._manager.errored() is not None:
+            return True
+        try:
+            return self._manager.num_participating_groups() < self._min_replicas
+        except QuorumUnavailable:  # it has failed meanwhile
+            return True
 
     def _commit(self) -> None:
         """End a step that has no gradients: all that it reduces are operations."""

@@ -136,7 +136,15 @@ class Model(LightningModule):
                 self.manual_backward(own)
                 optimizer.step()
                 self.untoggle_optimizer(optimizer)
-        elif self.options["manual"] and (batch_idx + 1) % self.options["every"] == 0:
+        elif self.options["manual"]:
+            self.update_seldom(loss, batch_idx)
+        return loss
+
+    def update_seldom(self, loss: Tensor, batch_idx: int) -> None:
+        self.log("synced", loss.detach(), sync_dist=True)
+        synced = float(self.trainer.callback_metrics["synced"])
+        self.files.append("synced", epoch=self.trainer.current_epoch, batch=batch_idx, value=synced)
+        if (batch_idx + 1) % self.options["every"] == 0:
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
@@ -144,7 +152,6 @@ class Model(LightningModule):
                 optimizer.step()
             except torch.OutOfMemoryError:
                 self.files.append("raised", step=self.trainer.global_step)
-        return loss
 
     @torch.no_grad()
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
