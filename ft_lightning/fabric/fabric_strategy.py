@@ -314,6 +314,8 @@ class FTFabricMixin(FabricSavesMixin):
         self._sigterm.unwatch()
         if self._finished:
             self._forget_saves()
+            if self._training is not None:  # before peers that come back can find that it is over
+                self._training_is_over(True)
         if self._manager is not None:
             self._manager.shutdown(finished=self._finished)
         if self._sink is not None:

@@ -8,6 +8,7 @@ end of the loop writes `<log>/<name>.end`. Written so that it runs under stock "
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -46,7 +47,7 @@ OPTIONS: dict[str, Any] = {
     "clip": None,
     "step_delay_s": 0.0,
     "holds": [],  # places to wait at, see `script.Log`: "step:<number>", "between:<number>",
-    # "validation:<number>"
+    # "validation:<number>"; "trained": behind the loop, "exit": when Python shuts down
     "inject": {},  # {"<step>": replica index}: this replica reports an error once, in backward
     "critic": False,  # every second window has two updates: of a critic, then of the net
     "told_in_vote": {},  # {"<step>": rank}: this rank gets SIGTERM, and is killed when it has voted,
@@ -81,6 +82,7 @@ class Worker:
         self.strategy: Any = self.fabric.strategy
         self.ours = options["strategy"] == "ft_ddp"
         self.log = Log(options["log"], process_name(), options["holds"])
+        atexit.register(self.log.at, "exit")
         self.log.begin_life()
         self.counts = {"committed": 0}
         self.injected: set[str] = set()
@@ -301,6 +303,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     worker = Worker(options_of(OPTIONS))
     worker.train()
+    worker.log.at("trained")
     worker.end()
     if not worker.ours:
         leave_stock()

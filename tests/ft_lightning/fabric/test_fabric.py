@@ -120,6 +120,26 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
     assert left > healed and mine[left]["kind"] == "commit"
 
 
+def test_one_dies_behind_its_loop_and_the_leader_ends_well(tmp_path: Path) -> None:
+    """It comes back too late, while the leader, which is one of two that `min_replicas` asks for, shuts down."""
+    options = {"devices": 2, "epochs": 1, "strategy_options": {"min_replicas": 2}}
+    holds = ["trained", "life:2", "exit"]
+    with running(tmp_path, worker=WORKER, holds=holds, **options) as run:
+        supervisor = run.start()
+        for index in (0, 1):
+            run.until_held(index, "trained")
+        leader = 0 if run.lines(0)[-1]["leader"] else 1
+        os.kill(run.lives(1 - leader)[0], signal.SIGKILL)
+        run.until_held(1 - leader, "life:2")
+        run.go("trained")
+        run.until_held(leader, "exit")
+        run.go("life:2")
+        run.until(lambda: "over for its peers" in run.output(), "the other one to hear of it")
+        run.go("exit")
+        run.wait(supervisor)
+        assert "stopping" not in run.output()
+
+
 @pytest.mark.parametrize("by_itself", [False, True])
 def test_random_numbers_are_those_without_faults(by_itself: bool, tmp_path: Path) -> None:
     """Dropout, and orders that a sampler draws from torch's generator: in the epoch under way, and in later ones.
