@@ -378,10 +378,7 @@ def loaders(options: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
     images[:, 0] /= 64
     labels = torch.randint(0, 3, (options["samples"],), generator=generator)
     dataset = TensorDataset(images, labels)
-    val = DataLoader(dataset, 50)
-    if options["stream"]:
-        return DataLoader(Stream(dataset), options["batch_size"]), val
-    return DataLoader(dataset, options["batch_size"], shuffle=True), val
+    return DataLoader(dataset, options["batch_size"], shuffle=True), DataLoader(dataset, 50)
 
 
 def run(options: dict[str, Any]) -> Trainer:
@@ -393,6 +390,8 @@ def run(options: dict[str, Any]) -> Trainer:
     if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
         model.files.begin_life()
     train, val = loaders(options)
+    if options["stream"]:
+        train = DataLoader(Stream(val.dataset), options["batch_size"])
     recorder = Recorder(model.files)
     callbacks: list[Any] = [recorder]
     if options["checkpoints"]:
