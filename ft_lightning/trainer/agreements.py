@@ -55,10 +55,8 @@ class Rounds:
     def off(self) -> bool:
         """Whether each group decides for itself here."""
         trainer = self._trainer
-        # Epochs of unknown length may end at different steps in different groups.
-        endless = trainer.num_training_batches == float("inf")
         outside = trainer.sanity_checking or trainer.state.fn != "fit"
-        return self._round is None or endless or outside
+        return self._round is None or outside
 
     def follow(self) -> bool:
         """Whether agreements follow on the batch at hand, as far as that is known before its step is

@@ -60,7 +60,7 @@ from ft_lightning.shared.step_collectives import (
     zero_loss,
 )
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.batches import Batches, DataShare, batches_done, rewind_counters
+from ft_lightning.trainer.batches import Batches, DataShare, rewind_counters
 from ft_lightning.trainer.decisions import Decisions
 from lighthouse.errors import TrainingOver
 
@@ -168,7 +168,6 @@ class StepDriver:
         self._earlier: list[Tensor | None] | None = None  # gradients before the open step's first
         self._votes = self._usual_votes = 0  # of the batch, and of the one before, committed
         self.open = self.computing = False
-        self._paused = False  # an agreement has taken the open step's place: that goes on behind it
         self.last_committed: bool | None = None
         self._part: Participation | None = None
         self.meets_next: Callable[[], bool] = lambda: False
@@ -205,10 +204,8 @@ class StepDriver:
         if self._place is not None:
             return
         self._usual_votes, self._votes = self._votes, 0
-        if self._paused and not batches_done(self._trainer):
-            self._drop_step()  # an agreement to stop has ended the epoch within the window
         if not self.open:
-            self._lost = self._within = self._paused = False
+            self._lost = self._within = False
             self._window, self._repeated, self._earlier, self._ahead = 0, 0, None, None
             if self._decisions.timed:
                 self._decisions.wait_with_validation()
@@ -226,10 +223,7 @@ class StepDriver:
 
     def ensure_open(self) -> None:
         """In a batch: another step begins if none is open. May raise BatchAbandoned."""
-        if self._paused:
-            self._paused = False
-            self._try_again()
-        elif not self.open:
+        if not self.open:
             self._within = True
             self._start(Place.STEP)
 
@@ -252,7 +246,7 @@ class StepDriver:
             self._follow_quorum()
         finally:
             self._starting, self._place = 0, None
-        self.open = self._paused or place is not Place.ROUND
+        self.open = place is not Place.ROUND
         if place is Place.STEP:
             self._check_place()
 
@@ -331,7 +325,6 @@ class StepDriver:
             self._catch_up()
             # Something was reduced after the last backward, or the epoch may end without one.
             if self.open and (self._within or self._ends_by_hand()):
-                self.ensure_open()
                 self._commit()
         finally:
             self.computing = False
@@ -502,7 +495,7 @@ class StepDriver:
 
     def _drop_step(self) -> None:
         """The open step has no vote, and nothing that it has reduced is reduced again in the next one's attempts."""
-        self.open = self._paused = False
+        self.open = False
         self._operations.clear()
 
     def close(self) -> None:
@@ -521,10 +514,8 @@ class StepDriver:
         `mine` None: it gathers nothing. `last`: a batch follows, where newcomers heal. Returns None if this group is behind: it heals at the next
         batch.
         """
-        if self.open:  # a validation within a window of accumulated batches
-            if self._alone:
-                return [] if mine is None else [mine], 0
-            self._paused = True
+        if self.open:  # a validation within a window of batches, whose attempt can't be left
+            return ([] if mine is None else [mine], 0) if self._alone else None
         self._lost = self._lost or self._manager.is_healing()  # evicted, and let in again
         if self._lost:
             return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from tests.ft_lightning.trainer.scenarios import Net, Place, Result, Trace, fit
@@ -140,15 +139,4 @@ def seldom(place: Place) -> Result:
     return trace.result(trainer)
 
 
-def validated_in_windows(place: Place) -> Result:
-    """A validation within a window of accumulated batches, at which EarlyStopping ends the fit."""
-    trace = Trace()
-    stopping = EarlyStopping("val", patience=4, min_delta=10.0)
-    trainer = place.trainer(
-        trace, stopping, max_epochs=3, accumulate_grad_batches=5, val_check_interval=3
-    )
-    fit(trainer, Plain(place))
-    return {**trace.result(trainer), "stopped": stopping.stopped_epoch}
-
-
-SCENARIOS = {f.__name__: f for f in (shared, by_hand, rest_left_out, seldom, validated_in_windows)}
+SCENARIOS = {f.__name__: f for f in (shared, by_hand, rest_left_out, seldom)}

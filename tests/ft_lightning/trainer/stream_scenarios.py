@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -163,4 +164,16 @@ def stream(place: Place, variant: str) -> Result:
     }
 
 
-SCENARIOS = {"stream": stream, "endless": endless}
+def stopping_stream(place: Place, variant: str) -> Result:
+    """Streams of unknown, equal length. EarlyStopping decides by a number that is one of all only where they agree."""
+    trace = Trace()
+    stopping = EarlyStopping(
+        "train_epoch", patience=1, min_delta=10.0, check_on_train_epoch_end=True
+    )
+    trainer = place.trainer(trace, stopping, max_epochs=5, accumulate_grad_batches=5)
+    train = DataLoader(OfUnknownLength(place), BATCH)
+    trainer.fit(Net(place), train, DataLoader(data(32, 5), 16))
+    return {**trace.result(trainer), "stopped": stopping.stopped_epoch}
+
+
+SCENARIOS = {"stream": stream, "endless": endless, "stopping_stream": stopping_stream}
