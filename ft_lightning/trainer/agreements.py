@@ -55,8 +55,12 @@ class Rounds:
     def off(self) -> bool:
         """Whether each group decides for itself here."""
         trainer = self._trainer
-        outside = trainer.sanity_checking or trainer.state.fn != "fit"
-        return self._round is None or outside
+        if self._round is None or trainer.sanity_checking or trainer.state.fn != "fit":
+            return True
+        # The window with which one stream ends may be longer in another group, which then validates at another batch.
+        endless = trainer.num_training_batches == float("inf")
+        by_batches = isinstance(trainer.val_check_batch, int)
+        return endless and by_batches and trainer.accumulate_grad_batches > 1
 
     def follow(self) -> bool:
         """Whether agreements follow on the batch at hand, as far as that is known before its step is

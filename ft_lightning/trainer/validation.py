@@ -296,8 +296,8 @@ class Validation:
             log.warning(
                 'validation="sharded": this validation is not divided, each replica group does '
                 "all of it: only DataLoaders over map-style datasets can be, one or several in "
-                "sequence, whose samplers give the same indices in all groups; in epochs of known "
-                "length, and where groups take each step together (not with DiLoCo and LocalSGD)"
+                "sequence, whose samplers give the same indices in all groups, and where groups take "
+                "each step together (not with DiLoCo and LocalSGD)"
             )
 
     @property
