@@ -244,10 +244,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         with _touched_memory():
             frozen = self.reducer._rebuild_buckets()
         if not frozen:
-            advice = "pass find_unused_parameters=True, and report this"
-            raise RuntimeError(
-                f"torch {torch.__version__} does not fix the bucket layout: {advice}"
-            )
+            advice = "at construction: pass find_unused_parameters=True, and report this"
+            raise RuntimeError(f"torch {torch.__version__} does not fix the bucket layout {advice}")
         self._has_rebuilt_buckets = True
 
 

@@ -215,7 +215,7 @@ class StepDriver:
             self._share.follow()
         if self._peer is not None:
             state, self._peer = self._peer, None
-            self._window, self._lost = 0, False
+            self._window = 0
             self._restore(state)
         self._window += 1
         if self._window == 1 and not self._sharded:
@@ -491,12 +491,8 @@ class StepDriver:
         """The epoch ends before a batch for which a step has begun (`on_train_batch_start` has returned -1): the next
         step is that of another epoch, and agreements between batches come before it."""
         if self._batches.known_length:
-            self._drop_step()
-
-    def _drop_step(self) -> None:
-        """The open step has no vote, and nothing that it has reduced is reduced again in the next one's attempts."""
-        self.open = False
-        self._operations.clear()
+            self.open = False
+            self._operations.clear()  # else the next step's attempts would reduce them again
 
     def close(self) -> None:
         """The fit is over."""

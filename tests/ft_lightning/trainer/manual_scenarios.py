@@ -107,21 +107,15 @@ def rest_left_out(place: Place) -> Result:
     return trace.result(trainer)
 
 
-class Plain(Net):
-    """No running statistics: they would be each process's own in a window."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-
-
 def seldom(place: Place) -> Result:
     """By hand, an update in each fifth batch: neither a validation nor the epoch's end follows on one."""
 
-    class Seldom(Plain):
+    class Seldom(Net):
         def __init__(self, place: Place) -> None:
             super().__init__(place)
             self.automatic_optimization = False
+            # No running statistics: they would be each process's own in a window.
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.inject()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lighthouse import LighthouseServer
-from tests.ft_lightning.harness import Line, compare, running
+from tests.ft_lightning.harness import Line, Run, compare, running
 from tests.ft_lightning.trainer.worker import OPTIONS, Model, loaders
 from tests.harness.trackers import (
     in_csv,
@@ -211,6 +211,16 @@ def test_accumulation_repeats_discarded_windows_and_heals_at_a_window(
     assert healed[0]["step"] > 8
 
 
+def run_that_waits_for_one(tmp_path: Path, lighthouse: str, **options: Any) -> Run:
+    """A run of two groups, which has ended. The second one dies where `dies` says; the first waits until it is back."""
+    options["strategy_options"] = {"min_replicas": 2}
+    with running(tmp_path, lighthouse, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        run.wait(zero, run.start(1))
+    return run
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_callbacks_count_each_batch_once_where_a_peer_waits_within_a_step(
     tmp_path: Path, lighthouse: str, accumulate: int
@@ -218,11 +228,7 @@ def test_callbacks_count_each_batch_once_where_a_peer_waits_within_a_step(
     """It gives its state when its callbacks have heard of the step's batches, and the group that comes back computes
     those from the step's first one on."""
     options: dict[str, Any] = {"accumulate": accumulate, "dies": {"4": 1}}
-    options["strategy_options"] = {"min_replicas": 2}
-    with running(tmp_path, lighthouse, **options) as run:
-        zero, one = run.start(0), run.start(1)
-        run.wait(one, code=-signal.SIGKILL)
-        run.wait(zero, run.start(1))
+    run = run_that_waits_for_one(tmp_path, lighthouse, **options)
     lines = [run.lines(i) for i in (0, 1)]
     compare(*lines)
     heard = [{line["step"]: line["heard"] for line in each} for each in lines]
@@ -235,11 +241,7 @@ def test_batches_by_hand_without_an_update_are_counted_once_where_a_peer_waits_f
 ) -> None:
     """The group that comes back computes them, too; it numbers its rows as its peer does."""
     options: dict[str, Any] = {"manual": True, "every": 4, "dies": {"2": 1}, "max_epochs": 1}
-    options["strategy_options"] = {"min_replicas": 2}
-    with running(tmp_path, lighthouse, **options) as run:
-        zero, one = run.start(0), run.start(1)
-        run.wait(one, code=-signal.SIGKILL)
-        run.wait(zero, run.start(1))
+    run = run_that_waits_for_one(tmp_path, lighthouse, **options)
     rows = [{line["step"]: line["row"] for line in run.lines(i)} for i in (0, 1)]
     assert rows[0] == rows[1] == {n: 4 * n - 1 for n in range(1, BATCHES // 4 + 1)}
 
@@ -249,11 +251,7 @@ def test_callbacks_hear_of_each_validation_once_where_a_peer_waits_in_the_window
 ) -> None:
     """The group that comes back computes the window from its first batch on, and does not validate again."""
     options: dict[str, Any] = {"accumulate": 4, "validates": 1, "logs": True, "max_epochs": 1}
-    options["strategy_options"] = {"min_replicas": 2}
-    with running(tmp_path, lighthouse, dies={"1": 1}, **options) as run:
-        zero, one = run.start(0), run.start(1)
-        run.wait(one, code=-signal.SIGKILL)
-        run.wait(zero, run.start(1))
+    run = run_that_waits_for_one(tmp_path, lighthouse, dies={"1": 1}, **options)
     lines = [run.lines(i) for i in (0, 1)]
     compare(*lines)
     stopping = [{line["step"]: line["stopping"] for line in each} for each in lines]
