@@ -279,7 +279,6 @@ class JobState:
         elif replica_id not in self._members.by_id and count >= self._config.max_replicas_per_job:
             self._send(peer, Refused(self.key, f"the job is full ({count} replica groups)"))
         else:
-            self._newcomers.forget(replica_id)
             self._remove(replica_id, "followed another lighthouse", now)
             self._newcomers.offer(replica_id, peer)
             self._least_epoch = max(self._least_epoch, least)
