@@ -26,6 +26,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils._pytree import tree_map
+
 from ft_core.errors import GroupBroken
 from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
@@ -316,7 +318,8 @@ class CheckpointMixin(_Base):
         return {KEY: place}
 
     def _hold(self, checkpoint: dict[str, Any], *where: Any) -> None:
-        kept = self._unchanged(checkpoint)
+        # Callbacks give their own dicts (the best checkpoints so far), which the next save changes.
+        kept = tree_map(lambda leaf: leaf, self._unchanged(checkpoint))
         before = versions(kept)
 
         def write() -> None:

@@ -543,6 +543,27 @@ def test_a_leader_dies_in_its_last_save_and_the_next_one_saves_again(
         assert digest(state) == done["digest"]
 
 
+def test_a_leader_dies_in_a_save_of_one_of_two_callbacks(tmp_path: Path, lighthouse: str) -> None:
+    """The second one adds to the dict of its best checkpoints, which the first one's checkpoint holds: the file was
+    taken for one whose weights had been changed, and was missing."""
+    options: dict[str, Any] = {"fits": 1, "scores": [0.5, 0.4], "keeps_all": True}
+    with running(tmp_path, lighthouse, worker=WORKER, holds=["save:8"], **options) as run:
+        groups = [run.start(0), run.start(1)]
+        run.until(lambda: any(run._is_held(name, "save:8") for name in (0, 1)), "the last saves")
+        leader = 0 if run._is_held(0, "save:8") else 1
+        os.kill(groups[leader].pid, signal.SIGKILL)
+        run.wait(groups[leader], code=-signal.SIGKILL)
+        run.until_held(1 - leader, "save:8")
+        run.go("save:8")
+        run.wait(groups[1 - leader])
+    (folder,) = tmp_path.glob("lightning_logs/version_*/checkpoints")
+    names = {"epoch=1-step=8.ckpt", "all-epoch=0.ckpt", "all-epoch=1.ckpt"}
+    assert {path.name for path in folder.iterdir()} == names
+    first = torch.load(folder / "epoch=1-step=8.ckpt", weights_only=False)["callbacks"]
+    best = [name for each in first.values() for name in each["best_k_models"] if "all" in name]
+    assert [Path(name).name for name in best] == ["all-epoch=0.ckpt"], "as the leader would have"
+
+
 def test_the_leader_dies_after_the_fit_and_what_it_logged_stays(tmp_path: Path) -> None:
     """Under a supervisor, before a validation that follows the fit: its next life passes over the fit. One
     of the two that are left logs the validation, behind the rows of the fit."""
