@@ -447,7 +447,7 @@ def check_counters(trainer: Any) -> None:
 def capture_counters(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     """The fit loop's state as of the boundary at which the current step began. Plain values.
 
-    `batches`: of the step under way, the last of which is computed now; 0 at the boundary.
+    `batches`: of the step under way, the last of which is computed now, or left out; 0 at the boundary.
     """
     state: dict[str, Any] = trainer.fit_loop.state_dict()
     # Data is placed by `Batches.jump`.
@@ -456,11 +456,13 @@ def capture_counters(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     if batches and not trainer.lightning_module.automatic_optimization:
         # By hand each batch counts as one that has stepped: rows have this number.
         state["epoch_loop.state_dict"]["_batches_that_stepped"] -= batches - 1
+    now = state[BATCHES]["current"]
+    computes = now["ready"] - now["processed"]  # 0: the last one is left out, and counts otherwise
     for part in PARTS if batches else ():
         counts = state[BATCHES][part]
         counts["ready"] -= batches
-        counts["started"] -= batches
-        counts["processed"] -= batches - 1
+        counts["started"] -= batches - 1 + computes
+        counts["processed"] -= batches - computes
         counts["completed"] -= batches - 1
         for steps in (state[STEPS]["optimizer"]["step"][part], state[UPDATES][part]):
             steps["ready"] = steps["completed"]

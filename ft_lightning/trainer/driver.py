@@ -167,6 +167,7 @@ class StepDriver:
         self._within = False  # or it began in the middle of a batch
         self._earlier: list[Tensor | None] | None = None  # gradients before the open step's first
         self._votes = self._usual_votes = 0  # of the batch, and of the one before, committed
+        self._runs = False  # `training_step` has been called for the batch at hand
         self.open = self.computing = False
         self.last_committed: bool | None = None
         self._part: Participation | None = None
@@ -203,7 +204,7 @@ class StepDriver:
         """Before a batch is fetched."""
         if self._place is not None:
             return
-        self._usual_votes, self._votes = self._votes, 0
+        self._usual_votes, self._votes, self._runs = self._votes, 0, False
         if not self.open:
             self._lost = self._within = False
             self._window, self._repeated, self._earlier, self._ahead = 0, 0, None, None
@@ -313,7 +314,7 @@ class StepDriver:
                 "a batch began without a quorum: this version of Lightning fetches batches in "
                 "another way; use the versions that ft_lightning was tested with (2.5, 2.6)"
             )
-        self.computing = True
+        self.computing = self._runs = True
         if self._sharded:  # else the wrapper's forward does it
             self._reducer.before_forward()
         try:
@@ -404,8 +405,10 @@ class StepDriver:
 
     def _commit(self) -> None:
         """End a step that has no gradients: all that it reduces are operations."""
+        put_back = self._reducer.keep_buffers()  # a discard undoes the forward
         while not self._vote():
             self._try_again()
+            put_back()
 
     def _try_again(self) -> bool:
         """The step was discarded: begin it anew, up to its gradients."""
@@ -489,10 +492,18 @@ class StepDriver:
 
     def leave_out(self) -> None:
         """The epoch ends before a batch for which a step has begun (`on_train_batch_start` has returned -1): the next
-        step is that of another epoch, and agreements between batches come before it."""
-        if self._batches.known_length:
-            self.open = False
-            self._operations.clear()  # else the next step's attempts would reduce them again
+        step is that of another epoch, and agreements between batches come before it.
+
+        What the step has reduced is voted on: a group in which that has failed would reduce it again, while others
+        were in the agreement. Called before schedulers step: what is given to a peer here is as of no such step."""
+        if self._runs or not self._batches.known_length:
+            return
+        if not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return  # a loader has given None for a batch
+        self._catch_up()
+        if self._operations:
+            self._commit()
+        self.open = False
 
     def close(self) -> None:
         """The fit is over."""
@@ -637,14 +648,17 @@ def _catching(driver: StepDriver) -> Callable[[Any], dict[str, Any]]:
                 except BatchAbandoned:
                     module._current_fx_name = name
                     driver.abandon()
-                except StopIteration:
-                    driver.leave_out()
-                    raise
+
+        def update_lr_schedulers(self: Any, interval: str, update_plateau_schedulers: bool) -> None:
+            if interval == "step" and not update_plateau_schedulers:  # else the batch has ended
+                driver.leave_out()
+            cls.update_lr_schedulers(self, interval, update_plateau_schedulers)
 
         def _should_check_val_fx(self: Any, data_fetcher: Any) -> bool:
             due: bool = cls._should_check_val_fx(self, data_fetcher)
             return due and not driver.repeats()
 
-        return {"advance": advance, "_should_check_val_fx": _should_check_val_fx}
+        ours: tuple[Any, ...] = (advance, update_lr_schedulers, _should_check_val_fx)
+        return {method.__name__: method for method in ours}
 
     return methods

@@ -8,10 +8,13 @@ gradients. And epochs and validations that come before such a step's end.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
+from ft_lightning.shared.step_collectives import reduce_in_step
+from ft_lightning.trainer import driver
 from tests.ft_lightning.trainer.scenarios import Net, Place, Result, Trace, fit
 
 
@@ -107,6 +110,31 @@ def rest_left_out(place: Place) -> Result:
     return trace.result(trainer)
 
 
+def window_left_out(place: Place) -> Result:
+    """The same within a window of accumulated batches, in which something was reduced. `place.inject`: the reduction
+    of its only batch has reached the other group, and fails in this one."""
+
+    class LeavesOut(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 5 and self.current_epoch == 1 else None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            with patch.object(driver, "reduce_in_step", self.torn):
+                self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+            return loss
+
+        def torn(self, *args: Any) -> Any:
+            reduced = reduce_in_step(*args)
+            self.inject()
+            return reduced
+
+    trace = Trace()
+    trainer = place.trainer(trace, max_epochs=3, accumulate_grad_batches=4)
+    fit(trainer, LeavesOut(place))
+    return trace.result(trainer)
+
+
 def seldom(place: Place) -> Result:
     """By hand, an update in each fifth batch: neither a validation nor the epoch's end follows on one."""
 
@@ -133,4 +161,4 @@ def seldom(place: Place) -> Result:
     return trace.result(trainer)
 
 
-SCENARIOS = {f.__name__: f for f in (shared, by_hand, rest_left_out, seldom)}
+SCENARIOS = {f.__name__: f for f in (shared, by_hand, rest_left_out, window_left_out, seldom)}

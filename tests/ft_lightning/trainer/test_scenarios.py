@@ -34,10 +34,11 @@ AS_STOCK = (
     "shared",
     "by_hand",
     "rest_left_out",
+    "window_left_out",
     "seldom",
     "stopping_stream",
 )
-IN_WINDOWS = ("accumulate", "every_second_step", "stopping_stream")
+IN_WINDOWS = ("accumulate", "every_second_step", "window_left_out", "stopping_stream")
 """In a window buffers are a group's own."""
 RETRIED = {
     "accumulate:retry": {"1": 0, "10": 1},
@@ -46,6 +47,7 @@ RETRIED = {
     "every_second_step:retry": {"3": 1},
     "shared:retry": {"1": 1, "4": 0, "5": 1, "6": 0, "7": 1, "8": 0, "17": 1},
     "by_hand:retry": {"3": 0, "4": 1, "8": 0},
+    "window_left_out:retry": {"9": 1},
 }
 """Steps (votes) at which one replica's attempt fails, after its peer's gradients have travelled."""
 OWN = (
