@@ -98,7 +98,6 @@ class _Pass:
         real: Iterator[Any] | None = None
         try:
             while True:
-                comes_back = position.phase is Phase.FAST_FORWARD
                 runtime.at_fetch(loader, iteration)
                 if position.phase is Phase.FAST_FORWARD:
                     if real is not None:
@@ -116,7 +115,7 @@ class _Pass:
                         if iteration.begun and iteration.yielded == length:
                             _end(loader)
                             break
-                        real = self._start(comes_back)
+                        real = self._start()
                     try:
                         batch = next(real)
                     except StopIteration:
@@ -145,8 +144,8 @@ class _Pass:
             take_main(seed)
             sampler.initial_seed = (int(seed[0]) << 32) + int(seed[1])
 
-    def _start(self, comes_back: bool) -> Iterator[Any]:
-        """The real batches, from this pass's position on. `comes_back`: peers have read those before."""
+    def _start(self) -> Iterator[Any]:
+        """The real batches, from this pass's position on."""
         loader, iteration = self._loader, self._iteration
         self._share = self._runtime.group_ranks.share
         read_as(loader, self._runtime.process_index, self._runtime.num_processes)
@@ -167,8 +166,9 @@ class _Pass:
         if skip and sampler is not None:
             sampler._ft_skip = skip
         lent = self._draws_from_torch and not torch.equal(own, iteration.generator_state)
-        # Within a pass its peers draw nothing here.
-        if lent or skip or (comes_back and iteration.yielded):
+        # Within a pass its peers draw nothing here. A script that resumes there has nothing to skip.
+        within = iteration.yielded and iteration.seq in self._runtime.position.begun_before
+        if lent or skip or within:
             return _drawn(self._original(loader), own)
         return self._original(loader)
 

@@ -156,6 +156,7 @@ class Target:
         epochs: those that the script has told of, back to that of the window, as `Epoch`'s fields.
         norms: of the window's gradients, as the script has asked for them.
         searches: those for a batch size, in the order of their beginning, as `Search`'s fields.
+        begun_before: passes of `active` of which it had read a batch when its window began.
     """
 
     window: Place | None
@@ -172,6 +173,7 @@ class Target:
     epochs: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     norms: tuple[Any, ...] = ()
     searches: tuple[tuple[int, int, int], ...] = ()
+    begun_before: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -208,6 +210,7 @@ class ScriptPosition:
     """Of all loaders, that the script has asked for, or would have."""
     generator_states: dict[int, Any] = field(default_factory=dict)
     """Of passes that peers have under way, or had in their window, at their beginning."""
+    begun_before: tuple[int, ...] = ()  # as the peers' `Target.begun_before`
     epochs: list[Epoch] = field(default_factory=list)
     """Those that the script has told of, back to that of the window."""
     searches: list[Search] = field(default_factory=list)
@@ -365,6 +368,7 @@ class ScriptPosition:
             tuple((e.number, e.first_pass, e.counts) for e in self.epochs),
             tuple(self.norms),
             tuple((s.tries, s.iterations, s.batches) for s in self.searches),
+            tuple(i.seq for i in passes if self.window and (i.seq, i.left_out) < self.window),
         )
 
     # ------------------------------------------------------------------ searches for a batch size
@@ -421,7 +425,7 @@ class ScriptPosition:
         """The state is now that of a peer at `target`: get the script there."""
         if self.phase is Phase.LIVE:
             self._left_at = self.events
-        self.target, self.agreed = target, 0
+        self.target, self.agreed, self.begun_before = target, 0, target.begun_before
         self.lengths = {**target.lengths, **self.lengths}
         self.generator_states = {seq: state for seq, _, state in target.active}
         if self._unstepped is not None and self._unstepped[0] == target.window:

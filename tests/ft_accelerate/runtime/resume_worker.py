@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "says_end": False,
     "save_every": 6,
     "pause_s": 0.0,  # before each step after "step-30"
+    "dropout": 0.0,
     "holds": [],  # places to wait at: "step-<step>"
     "inject": {},
 }
@@ -45,7 +46,7 @@ def run(options: dict[str, Any]) -> None:
     folder = Path(options["log"]) / "states"
     images, labels = torch.randn(64, 8), torch.randint(0, 3, (64,))
     data = TensorDataset(images, labels)
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(options["dropout"]), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     model, optimizer, train, test = accelerator.prepare(
         net, optimizer, DataLoader(data, 4, shuffle=True), DataLoader(data, 8)

@@ -55,6 +55,27 @@ def test_what_a_checkpoint_has_counted_is_not_counted_twice(
     assert run.end(0)["digest"] == run.end(1)["digest"]
 
 
+def test_it_draws_as_without_faults_where_it_has_loaded_the_peers_very_place(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """The newest checkpoint is of the batch at which its peers wait for it, so it has nothing to run through. Its
+    loader is made within the peers' pass, for which torch draws a number that they have drawn at that pass's begin."""
+    options = {"dropout": 0.5, "epochs": 4, "save_every": 11}
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    ends = []
+    for dies in (False, True):
+        log = tmp_path / str(dies)
+        holds = ["step-22"] if dies else []
+        with running(log, lighthouse, WORKER, holds=holds, **options) as run:
+            zero, one = run.start(0, **both), run.start(1, **both)
+            if dies:
+                one = run.killed_and_back(one, 1, hold="step-22", of=0, **both)
+            run.wait(zero, one)
+        assert run.lines(1, "starts")[-1]["step"] == (22 if dies else 0)
+        ends += [run.end(index)["digest"] for index in (0, 1)]
+    assert len(set(ends)) == 1
+
+
 def test_a_script_that_does_not_resume_is_warned(tmp_path: Path, lighthouse: str) -> None:
     options = {"resume": False, "epochs": 2, "holds": ["step-9"]}
     with running(tmp_path, lighthouse, WORKER, **options) as run:
