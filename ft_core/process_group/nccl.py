@@ -27,6 +27,7 @@ from ft_core.process_group.gloo import GlooCommunicator
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
 from ft_core.process_group.torch_versions import native_or_not, nccl2_available
+from ft_core.process_group.work import start_or_run
 from lighthouse.own_address import choose_address
 from lighthouse.waits import Overdue
 
@@ -388,7 +389,7 @@ class _NcclCommunicator(Communicator):
             self._aborting = threading.Thread(
                 target=self._abort, name="ft-pg-nccl-abort", daemon=True
             )
-            self._aborting.start()
+            start_or_run(self._aborting)
 
     def _abort(self) -> None:
         try:

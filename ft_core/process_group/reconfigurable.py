@@ -41,6 +41,7 @@ from ft_core.process_group.work import (
     EndedWork,
     PointToPointWork,
     StreamWork,
+    start_or_run,
 )
 from lighthouse.own_address import choose_address
 from lighthouse.waits import Overdue
@@ -459,12 +460,11 @@ class ReconfigurableProcessGroup(ProcessGroup):
         for work in works:
             work.abandoned = True
         if works:
-            threading.Thread(
-                target=self._end_or_abandon,
-                args=(communicator, works, error),
-                name="ft-pg-revoke",
-                daemon=True,
-            ).start()
+            args = communicator, works, error
+            revoke = threading.Thread(
+                target=self._end_or_abandon, args=args, name="ft-pg-revoke", daemon=True
+            )
+            start_or_run(revoke)
 
     def _end_or_abandon(
         self, communicator: Communicator, works: list[BackendWork], error: ProcessGroupError
@@ -607,8 +607,8 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 _log.exception("a process group of an earlier quorum could not be closed")
 
         thread = threading.Thread(target=work, name="ft-pg-retire", daemon=True)
-        thread.start()
-        self._background = [one for one in self._background if one.is_alive()] + [thread]
+        start_or_run(thread)
+        self._background = [one for one in (*self._background, thread) if one.is_alive()]
 
     def _record_failure(self, error: Exception) -> ProcessGroupError:
         with self._lock:

@@ -33,6 +33,14 @@ _IN_BACKEND = timedelta(milliseconds=20)
 """How long a wait for an unwatched work may sit in the backend, whose interruption can fail."""
 
 
+def start_or_run(thread: threading.Thread) -> None:
+    """Start `thread`. Where the interpreter is ending and starts none (Python 3.12), do here what it would."""
+    try:
+        thread.start()
+    except RuntimeError:
+        thread.run()
+
+
 def failed_future(error: Exception) -> Future[Any]:
     """A future that has already ended with `error`, for C++ callers too.
 

@@ -211,11 +211,18 @@ def test_accumulation_repeats_discarded_windows_and_heals_at_a_window(
     assert healed[0]["step"] > 8
 
 
-def run_that_waits_for_one(tmp_path: Path, lighthouse: str, **options: Any) -> Run:
-    """A run of two groups, which has ended. The second one dies where `dies` says; the first waits until it is back."""
+def run_that_waits_for_one(
+    tmp_path: Path, lighthouse: str, *, dies: int, validated: int = 0, **options: Any
+) -> Run:
+    """A run of two groups, which has ended. The second one dies in the backward of step `dies`, when the first has
+    made `validated` validations; the first waits until it is back."""
+    options |= {"dies": {str(dies): 1}, "holds": [f"dies:{dies}"]}
     options["strategy_options"] = {"min_replicas": 2}
     with running(tmp_path, lighthouse, **options) as run:
         zero, one = run.start(0), run.start(1)
+        run.until_held(1, f"dies:{dies}")
+        run.until(lambda: len(run.lines(0, "validations")) >= validated, "the first's validations")
+        run.go(f"dies:{dies}")
         run.wait(one, code=-signal.SIGKILL)
         run.wait(zero, run.start(1))
     return run
@@ -227,8 +234,7 @@ def test_callbacks_count_each_batch_once_where_a_peer_waits_within_a_step(
 ) -> None:
     """It gives its state when its callbacks have heard of the step's batches, and the group that comes back computes
     those from the step's first one on."""
-    options: dict[str, Any] = {"accumulate": accumulate, "dies": {"4": 1}}
-    run = run_that_waits_for_one(tmp_path, lighthouse, **options)
+    run = run_that_waits_for_one(tmp_path, lighthouse, dies=4, accumulate=accumulate)
     lines = [run.lines(i) for i in (0, 1)]
     compare(*lines)
     heard = [{line["step"]: line["heard"] for line in each} for each in lines]
@@ -240,8 +246,8 @@ def test_batches_by_hand_without_an_update_are_counted_once_where_a_peer_waits_f
     tmp_path: Path, lighthouse: str
 ) -> None:
     """The group that comes back computes them, too; it numbers its rows as its peer does."""
-    options: dict[str, Any] = {"manual": True, "every": 4, "dies": {"2": 1}, "max_epochs": 1}
-    run = run_that_waits_for_one(tmp_path, lighthouse, **options)
+    options: dict[str, Any] = {"manual": True, "every": 4, "max_epochs": 1}
+    run = run_that_waits_for_one(tmp_path, lighthouse, dies=2, **options)
     rows = [{line["step"]: line["row"] for line in run.lines(i)} for i in (0, 1)]
     assert rows[0] == rows[1] == {n: 4 * n - 1 for n in range(1, BATCHES // 4 + 1)}
 
@@ -251,7 +257,8 @@ def test_callbacks_hear_of_each_validation_once_where_a_peer_waits_in_the_window
 ) -> None:
     """The group that comes back computes the window from its first batch on, and does not validate again."""
     options: dict[str, Any] = {"accumulate": 4, "validates": 1, "logs": True, "max_epochs": 1}
-    run = run_that_waits_for_one(tmp_path, lighthouse, dies={"1": 1}, **options)
+    # In the window's first batch, when its peer has validated within it.
+    run = run_that_waits_for_one(tmp_path, lighthouse, dies=1, validated=5, **options)
     lines = [run.lines(i) for i in (0, 1)]
     compare(*lines)
     stopping = [{line["step"]: line["stopping"] for line in each} for each in lines]

@@ -61,7 +61,7 @@ OPTIONS: dict[str, Any] = {
     "logs": False,  # a CSV logger, a weight average, an early stopping
     "trackers": [],  # modules of trackers; given: a CSV logger before and after theirs, and what a
     # Trainer shows by default
-    "holds": [],  # places to wait at, see `script.Log`: "step:<global step>", "end:<epoch>",
+    "holds": [],  # places to wait at, see `script.Log`: "step:<global step>", "dies:<global step>", "end:<epoch>",
     # "row:<epoch>" (the leader, before its other loggers write what an epoch ends with), "validation:<epoch>", "val batch:<epoch>:<index>"
 }
 
@@ -173,9 +173,14 @@ class Model(LightningModule):
 
     def perhaps_die(self, loss: Tensor) -> None:
         """In the backward of `loss`, in this replica's first life."""
-        if self.options["dies"].get(str(self.trainer.global_step)) == self.global_rank:
-            if self.files.life == 1:
-                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        step = self.trainer.global_step
+
+        def die(_: Tensor) -> None:
+            self.files.at(f"dies:{step}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if self.options["dies"].get(str(step)) == self.global_rank and self.files.life == 1:
+            loss.register_hook(die)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
