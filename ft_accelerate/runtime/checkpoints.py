@@ -293,7 +293,12 @@ class SavedPosition:
         (Path(folder) / POSITION_FILE).write_text(json.dumps(self._here()))
 
     def _here(self) -> dict[str, Any]:
-        return {"pass": self._position.resumes_at, "job": self._job_id}
+        position = self._position
+        return {
+            "pass": position.resumes_at,
+            "behind": position.resumes_behind,
+            "job": self._job_id,
+        }
 
     def is_here(self, folder: Path) -> bool:
         """Whether the job has saved `folder` at the place where this script is."""
@@ -306,9 +311,8 @@ class SavedPosition:
         """Accelerate's hook: `folder` is read."""
         self._loaded = True
         with contextlib.suppress(OSError, ValueError, KeyError):  # it is not one of ours
-            self._position.resume_at(
-                int(json.loads((Path(folder) / POSITION_FILE).read_text())["pass"])
-            )
+            told = json.loads((Path(folder) / POSITION_FILE).read_text())
+            self._position.resume_at(int(told["pass"]), behind=bool(told.get("behind")))
 
     def goes_on_from(self, kept: Target, *, past: bool | None, has_trained: bool) -> bool:
         """Before the first step: whether this script goes on from a state that was kept at that place.

@@ -84,7 +84,7 @@ class _Pass:
         left_out = _done_in(self._resumed) + _skipped(loader)
         self._iteration = runtime.position.begin(state, left_out)
         self._length = _length(loader)
-        self._iteration.has_length = self._length is not None
+        self._iteration.length = self._length
         self._share = -1
         """Of the data, which is read."""
         self._others_between = False

@@ -77,8 +77,8 @@ def _places_of_one(accelerator: Any) -> dict[str, Any]:
 def target_in(state: dict[str, Any]) -> Target:
     """The place that came with a state."""
     place = dict(state["place"])
-    for name in ("window", "ops", "active", "begun_before"):
-        if place.get(name) is not None:
+    for name in ("window", "ops", "active", "begun_before", "trainings"):
+        if place[name] is not None:
             place[name] = tuple(place[name])
     place["active"] = tuple((seq, done, generator) for seq, done, generator in place["active"])
     return Target(**place)

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime import peer_state as states
+from ft_accelerate.runtime.catch_up import LONGEST, CatchUp
 from ft_accelerate.runtime.checked_collectives import (
     Attempt,
     CheckedCollectives,
@@ -42,8 +43,6 @@ from ft_accelerate.runtime.script_position import (
     CAUGHT,
     EARLY,
     LATER,
-    LONGEST,
-    CatchUp,
     Iteration,
     Phase,
     ScriptPosition,

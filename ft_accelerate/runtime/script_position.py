@@ -31,7 +31,6 @@ beginning, batches that it had yielded before).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -64,6 +63,12 @@ LATER = (
     "Trainer.train more often). What was trained before can't be trained again without them, so they go "
     "on alone if min_replicas lets them. Let a script train once, or prepare all models before the first "
     "training batch"
+)
+
+AT_THE_END = (
+    "this process came back with a checkpoint that was saved within the loop at the last batch of an epoch, and goes on "
+    "with the next epoch, while its peers are behind that batch, and not there yet: save behind what follows the loop "
+    "(an evaluation), or at another batch"
 )
 
 Place = tuple[int, int]
@@ -128,7 +133,8 @@ class Iteration:
     generator_state: Any = None
     """Of the loader's generator when this pass began; None: it has none."""
     left_out: int = 0
-    has_length: bool = False
+    length: int | None = None
+    """None: its loader has none."""
 
     @property
     def begun(self) -> bool:
@@ -157,6 +163,7 @@ class Target:
         norms: of the window's gradients, as the script has asked for them.
         searches: those for a batch size, in the order of their beginning, as `Search`'s fields.
         begun_before: passes of `active` of which it had read a batch when its window began.
+        trainings: passes in which windows have begun.
     """
 
     window: Place | None
@@ -174,6 +181,7 @@ class Target:
     norms: tuple[Any, ...] = ()
     searches: tuple[tuple[int, int, int], ...] = ()
     begun_before: tuple[int, ...] = ()
+    trainings: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -211,6 +219,8 @@ class ScriptPosition:
     generator_states: dict[int, Any] = field(default_factory=dict)
     """Of passes that peers have under way, or had in their window, at their beginning."""
     begun_before: tuple[int, ...] = ()  # as the peers' `Target.begun_before`
+    trainings: list[int] = field(default_factory=list)
+    """Passes in which windows have begun."""
     epochs: list[Epoch] = field(default_factory=list)
     """Those that the script has told of, back to that of the window."""
     searches: list[Search] = field(default_factory=list)
@@ -221,6 +231,10 @@ class ScriptPosition:
     """The pass whose loop `Elsewhere` leaves, and may enter in its middle; None: none."""
     _raised: tuple[int, int] = (0, 0)
     """An event, and the backward passes that have raised since."""
+    _ended: int | None = None
+    """The pass of which the script has loaded the end."""
+    _first: Iteration | None = None
+    """The script's first pass, if that lies behind `_ended`."""
     _left_at: int = 0
     _logged_bytes: int = 0
     _unstepped: tuple[Place, int, int, int] | None = None
@@ -234,21 +248,39 @@ class ScriptPosition:
         """The first pass of a script that resumes from what is saved here."""
         return self.active[0].seq if self.active else self.iterations
 
-    def resume_at(self, seq: int) -> None:
-        """What the script has loaded was saved there. Counts before its first pass only."""
+    @property
+    def resumes_behind(self) -> bool:
+        """Whether all of that pass was read."""
+        return bool(self.active) and self.active[0].yielded == self.active[0].length
+
+    def resume_at(self, seq: int, *, behind: bool = False) -> None:
+        """What the script has loaded was saved there, or `behind` that pass's last batch: one that leaves nothing out
+        goes on with the next one of training. Counts before its first pass only."""
         if self.iterations == 0 and self.phase is Phase.LIVE:
             self.iterations = seq
+            self._ended = seq if behind else None
+
+    def _after_ended(self) -> int:
+        """The next pass of training: how many lie between (evaluations) only peers know."""
+        assert self._ended is not None
+        if self.target is None or self.target.window is None:
+            return self._ended + 1
+        later = [seq for seq in self.target.trainings if seq > self._ended]
+        return min(later, default=self._ended + 1)
 
     def begin(self, generator_state: Any, left_out: int = 0) -> Iteration:
         """A loader iteration begins."""
-        iteration = Iteration(self.iterations, left_out, generator_state, left_out)
-        self.iterations += 1
+        follows = self._ended == self.iterations and not left_out
+        number = self._after_ended() if follows else self.iterations
+        iteration = Iteration(number, left_out, generator_state, left_out)
+        self._first = iteration if follows else self._first
+        self.iterations = number + 1
         self.active.append(iteration)
         return iteration
 
     def asked(self, iteration: Iteration) -> bool:
         """A training batch is asked for. Returns whether it is not the first one of this pass."""
-        self.batch = iteration.yielded if iteration.has_length else UNKNOWN
+        self.batch = UNKNOWN if iteration.length is None else iteration.yielded
         return iteration.begun
 
     def finish(self, iteration: Iteration, *, has_length: bool) -> None:
@@ -274,6 +306,7 @@ class ScriptPosition:
             first = self.under_way
             for iteration in self.active:
                 iteration.seq -= extra
+            self.trainings = [seq - extra if seq >= first else seq for seq in self.trainings]
             if self.window is not None and self.window[0] >= first:
                 self.window = self.window[0] - extra, self.window[1]
         if extra > 0 or self.iterations > passes:
@@ -300,6 +333,8 @@ class ScriptPosition:
         self.window, self._unstepped, self.computed, self.left_out = window, None, False, False
         self.ops, self.grads, self.norms, self.stepped, self._logged_bytes = [], 0, [], False, 0
         self.ended = []
+        if not self.trainings or self.trainings[-1] < window[0]:
+            self.trainings.append(window[0])
 
     # ------------------------------------------------------------------ events
 
@@ -369,6 +404,7 @@ class ScriptPosition:
             tuple(self.norms),
             tuple((s.tries, s.iterations, s.batches) for s in self.searches),
             tuple(i.seq for i in passes if self.window and (i.seq, i.left_out) < self.window),
+            tuple(self.trainings),
         )
 
     # ------------------------------------------------------------------ searches for a batch size
@@ -426,6 +462,10 @@ class ScriptPosition:
         if self.phase is Phase.LIVE:
             self._left_at = self.events
         self.target, self.agreed, self.begun_before = target, 0, target.begun_before
+        self.trainings = list(target.trainings)
+        if self._first is not None and self._first in self.active:
+            self._first.seq = self._after_ended()
+            self.iterations = self._first.seq + 1
         self.lengths = {**target.lengths, **self.lengths}
         self.generator_states = {seq: state for seq, _, state in target.active}
         if self._unstepped is not None and self._unstepped[0] == target.window:
@@ -538,7 +578,7 @@ class ScriptPosition:
                 here = (
                     f"it begins pass {iteration.seq} over its data loaders, they are in pass {seq}"
                 )
-                raise RuntimeError(ANOTHER_PATH.format(here))
+                raise RuntimeError(ANOTHER_PATH.format(here) if self._ended is None else AT_THE_END)
             return False
         self._begin_window(target.window)
         self.events = target.events - len(target.ops) - target.grads
@@ -599,102 +639,3 @@ class ScriptPosition:
             self.iterations = max(self.iterations, self.target.iterations)
         self.target = None
         return True
-
-
-# ---------------------------------------------------------------- how long it may take
-
-STAY_S = 0.25
-"""How long peers may stand still the first time."""
-GROWS = 4
-LONGEST = 0.25
-"""Of the timeout: how long they may at most. A member that heals is evicted when others' collectives have waited
-for half of it."""
-TELL_S = 2.0
-"""A catching up that takes longer is worth a line."""
-BATCHES_A_S = 5000.0
-"""Until this script's own speed is known."""
-MEASURE_S = 0.05
-
-
-class CatchUp:
-    """How long a process that is behind may stay in the quorum while it catches up.
-
-    In the quorum its peers wait for it. So it stays only if it will soon be where they are; else it
-    leaves, which costs them one repetition of a step's reduction, runs through its past meanwhile, and
-    joins again. Each time that it leaves it may stay longer the next time: peers that are quick, and gone
-    on, would otherwise be ahead of it again each time. When it may stay for `longest_s` it does, however far it
-    has to go: a script that runs through its past no faster than its peers train comes nearer only while they wait.
-
-    The loop's thread only. Times are in seconds, of one monotonic clock.
-
-    `measures`: the time that passes decides, too. Not in a group of several processes, which decide
-    without a message, and so by what they all know.
-    """
-
-    def __init__(self, position: ScriptPosition, *, measures: bool, longest_s: float) -> None:
-        self._position, self._measures, self._longest_s = position, measures, longest_s
-        self._may_stay_s = STAY_S
-        self._joined_at: float | None = None
-        self._began: tuple[float, int] | None = None
-        self._told: set[str] = set()
-
-    def joined(self, now: float) -> None:
-        """This process is in a quorum, and has healed."""
-        behind = self._position.distance > 0
-        self._joined_at = now if behind else None
-        if behind and self._began is None:
-            self._began = now, self._position.batches_done
-
-    def left(self) -> None:
-        """It has left the quorum for now."""
-        self._joined_at = None
-        self._may_stay_s = max(self._may_stay_s, min(self._may_stay_s * GROWS, self._longest_s))
-
-    def live(self) -> None:
-        """It is where its peers are."""
-        self._joined_at = self._began = None
-        self._may_stay_s = STAY_S
-        self._told.clear()
-
-    def overstays(self, now: float, evicted: Callable[[], bool] = lambda: False) -> bool:
-        """Whether it is in the quorum, behind, and should leave; or it was there, and its peers wait no longer
-        (`evicted`): then it is not back among them where they were."""
-        if self._joined_at is None or not self._position.distance:
-            return False
-        if self._measures and evicted():
-            return True
-        stayed_s = now - self._joined_at if self._measures else 0.0
-        expected_s = self.expected_s(now) if self._may_stay_s < self._longest_s else 0.0
-        return stayed_s + expected_s > self._may_stay_s
-
-    def expected_s(self, now: float) -> float:
-        """How long it takes to get where the peers were when they were met last."""
-        return self._position.distance / (self._speed(now) or BATCHES_A_S)
-
-    def news(self, now: float) -> str:
-        """What to tell the person who watches, each once in a catching up; empty: nothing."""
-        if self._began is None:
-            return ""
-        distance, speed = self._position.distance, self._speed(now)
-        if self._position.all_is_one_window and "again" not in self._told and distance > 1:
-            self._told.add("again")
-            return (
-                f"runs through {distance:,} gradient steps of its past, and reads their data again: its "
-                "loader of training data was not prepared"
-            )
-        waited = now - self._began[0] >= STAY_S
-        if "long" in self._told or not waited or not speed or distance / speed < TELL_S:
-            return ""
-        self._told.add("long")
-        return (
-            f"is about {distance:,} batches behind: at {speed:,.0f} a second it is back in "
-            f"{distance / speed:,.0f} s"
-        )
-
-    def _speed(self, now: float) -> float:
-        """Batches a second; 0: not known."""
-        if not self._measures or self._began is None:
-            return 0.0
-        at, batches = self._began
-        done = self._position.batches_done - batches
-        return done / (now - at) if now - at > MEASURE_S else 0.0

@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
     "follows": False,  # the script changes parameters itself, before each forward
     "own_dropout": False,  # each process draws its own, as with `set_seed(device_specific=True)`
     "seed": 7,
-    # script_position.STAY_S: none leaves the quorum unless a test says so, as on a machine that is not busy.
+    # catch_up.STAY_S: none leaves the quorum unless a test says so, as on a machine that is not busy.
     # A peer that is held meanwhile would be none to come back to.
     "stay_s": 60.0,
     "first_seed_only": False,  # the others begin with weights of their own
@@ -289,9 +289,9 @@ def run(options: dict[str, Any]) -> None:
     from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
 
     if is_fault_tolerant():
-        from ft_accelerate.runtime import script_position
+        from ft_accelerate.runtime import catch_up
 
-        script_position.STAY_S = options["stay_s"]
+        catch_up.STAY_S = options["stay_s"]
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=options["accumulate"], sync_with_dataloader=not options["across"]

@@ -76,6 +76,22 @@ def test_it_draws_as_without_faults_where_it_has_loaded_the_peers_very_place(
     assert len(set(ends)) == 1
 
 
+@pytest.mark.parametrize("every", [8, 16])
+def test_it_loads_what_was_saved_at_an_epochs_last_batch(
+    tmp_path: Path, lighthouse: str, every: int
+) -> None:
+    """The script goes on with the next epoch, without the evaluation between: of `every` 16 another epoch lies between
+    it and its peers. It took the next pass for the one that it had saved in, and ended an epoch too early, in each life."""
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path, lighthouse, WORKER, save_every=every, holds=["step-28"]) as run:
+        zero, one = run.start(0, **both), run.start(1, **both)
+        one = run.killed_and_back(one, 1, hold="step-28", of=0, **both)
+        run.wait(zero, one)
+    assert run.lines(1, "starts")[-1]["step"] == (24 if every == 8 else 16)
+    compare(*(run.lines(index) for index in (0, 1)))
+    assert run.end(0) | {"pid": 0} == run.end(1) | {"pid": 0}
+
+
 def test_a_script_that_does_not_resume_is_warned(tmp_path: Path, lighthouse: str) -> None:
     options = {"resume": False, "epochs": 2, "holds": ["step-9"]}
     with running(tmp_path, lighthouse, WORKER, **options) as run:

@@ -15,12 +15,6 @@ from ft_accelerate.runtime.checkpoints import POSITION_FILE, SavedPosition
 from ft_accelerate.runtime.leadership import main_of
 from ft_accelerate.runtime.models import COPIED_BYTES, FaultTolerantModel, freeze, thaw
 from ft_accelerate.runtime.script_position import (
-    BATCHES_A_S,
-    COMPUTED_GRADS,
-    GROWS,
-    STAY_S,
-    TELL_S,
-    CatchUp,
     Elsewhere,
     Epoch,
     Iteration,
@@ -223,7 +217,9 @@ def test_windows_begin_where_an_optimizer_has_stepped() -> None:
     assert position.describe("op").pending
     position.step_taken()
     position.open_window(iteration)
-    there = Target((0, 1), (), 0, ((0, 1, None),), 1, {}, 2, "fetch", begun_before=(0,))
+    there = Target(
+        (0, 1), (), 0, ((0, 1, None),), 1, {}, 2, "fetch", begun_before=(0,), trainings=(0,)
+    )
     assert position.describe("fetch") == there
 
 
@@ -414,6 +410,27 @@ def test_a_try_of_a_loop_without_prepared_loaders_is_a_later_training() -> None:
     assert not searching(2).is_in_past_of(target)
 
 
+def test_behind_the_end_of_a_pass_the_next_one_of_training_follows() -> None:
+    """Passes of training are 0, 2, 4 and 6, with evaluations between; it has loaded what was saved at the end of 2."""
+
+    def begins(left_out: int = 0, **there: object) -> Iteration:
+        position = ScriptPosition()
+        position.resume_at(2, behind=True)
+        first = position.begin(None, left_out)
+        if there:
+            position.relocate(peers(iterations=7, **there))
+        position.arrive(first)
+        assert position.iterations == first.seq + 1
+        return first
+
+    assert begins().seq == 3, "all of the job begin so"
+    assert begins(left_out=4).seq == 2, "it leaves that pass out, and evaluates"
+    assert begins(window=(6, 1), trainings=(0, 2, 4, 6)).seq == 4
+    assert begins(window=(3, 1), trainings=(0, 2, 3)).seq == 3, "they have begun with it, too"
+    with pytest.raises(RuntimeError, match="the last batch of an epoch"):
+        begins(window=(2, 3), trainings=(0, 2))
+
+
 def test_a_script_goes_on_from_what_is_kept_unless_it_begins_behind_it_or_nobody_can_tell(
     tmp_path: Path,
 ) -> None:
@@ -446,96 +463,11 @@ PEERS = Target(
 )
 
 
-def behind(batches: int) -> ScriptPosition:
-    position = ScriptPosition()
-    position.relocate(dataclasses.replace(PEERS, batches=batches))
-    return position
-
-
 def one_window(grads: int) -> ScriptPosition:
     """Of a script whose loader is not prepared."""
     position = ScriptPosition()
     position.relocate(dataclasses.replace(PEERS, window=None, grads=grads))
     return position
-
-
-def test_one_that_is_soon_there_stays_and_one_that_is_slow_leaves() -> None:
-    near = int(STAY_S * BATCHES_A_S * 0.9)
-    position = behind(near)
-    catch_up = CatchUp(position, measures=True, longest_s=15.0)
-    catch_up.joined(100.0)
-    assert not catch_up.overstays(100.0)
-    position.batches = near * 2 // 3
-    assert not catch_up.overstays(100.0 + STAY_S / 2)
-    assert catch_up.overstays(100.0 + STAY_S)  # at the speed that it has, it would be too long
-    catch_up.left()
-    assert not catch_up.overstays(200.0)  # it is not in the quorum
-
-
-def test_one_that_is_far_leaves_at_once_and_may_stay_longer_the_next_time() -> None:
-    position = behind(int(STAY_S * BATCHES_A_S * 1.1))
-    catch_up = CatchUp(position, measures=False, longest_s=15.0)
-    catch_up.joined(0.0)
-    assert catch_up.overstays(0.0)
-    catch_up.left()
-    catch_up.joined(10.0)
-    assert not catch_up.overstays(10.0)
-    assert not catch_up.overstays(1000.0)  # ranks of a group decide alike
-    assert GROWS > 2
-    catch_up.live()
-    catch_up.joined(20.0)
-    assert catch_up.overstays(20.0)
-
-
-def test_one_that_is_no_faster_than_its_peers_comes_nearer_while_they_wait() -> None:
-    """10 batches a second. It leaves before it would be evicted, and what it has gained is kept."""
-    position, now = behind(40), 0.0
-    catch_up = CatchUp(position, measures=True, longest_s=0.5)
-    distances, stays = [], []
-    for _ in range(8):
-        catch_up.joined(now)
-        since = now
-        while position.distance > 1 and not catch_up.overstays(now):
-            now += 0.1
-            position.batches += 1
-        distances.append(position.distance)
-        stays.append(now - since)
-        catch_up.left()
-        now += position.distance * 0.1  # in which its peers come as far again
-    assert distances == sorted(distances, reverse=True) and distances[-1] == 1
-    assert 0.5 < max(stays) < 0.65
-
-
-def test_one_that_is_evicted_while_it_is_behind_is_not_back() -> None:
-    catch_up = CatchUp(behind(40), measures=True, longest_s=15.0)
-    catch_up.joined(0.0)
-    assert catch_up.overstays(0.0, lambda: True)
-    assert not catch_up.overstays(0.0, lambda: False)
-    catch_up.left()
-    assert not catch_up.overstays(0.0, lambda: True)
-
-
-def test_a_long_catching_up_is_foretold_once() -> None:
-    position = behind(10_000)
-    catch_up = CatchUp(position, measures=True, longest_s=15.0)
-    catch_up.joined(0.0)
-    catch_up.left()
-    position.batches = 100
-    assert catch_up.news(STAY_S / 2) == ""
-    at = TELL_S
-    assert "9,900 batches behind: at 50 a second it is back in 198 s" in catch_up.news(at)
-    assert catch_up.news(at + 1) == ""
-
-
-def test_a_past_that_is_one_window_is_answered_from_memory_but_for_its_end() -> None:
-    position = one_window(100)
-    catch_up = CatchUp(position, measures=True, longest_s=15.0)
-    catch_up.joined(0.0)
-    assert "runs through 100 gradient steps of its past" in catch_up.news(0.0)
-    while position.remembers:
-        position.replay_grad()
-    assert position.distance == COMPUTED_GRADS
-    assert position.phase is Phase.REPLAY
 
 
 class Twice(nn.Module):
