@@ -496,10 +496,8 @@ class StepDriver:
 
         What the step has reduced is voted on: a group in which that has failed would reduce it again, while others
         were in the agreement. Called before schedulers step: what is given to a peer here is as of no such step."""
-        if self._runs or not self._batches.known_length:
+        if self._runs or not self.open or not self._batches.known_length:
             return
-        if not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            return  # a loader has given None for a batch
         self._catch_up()
         if self._operations:
             self._commit()
@@ -648,9 +646,13 @@ def _catching(driver: StepDriver) -> Callable[[Any], dict[str, Any]]:
                 except BatchAbandoned:
                     module._current_fx_name = name
                     driver.abandon()
+                except StopIteration:
+                    driver.leave_out()
+                    raise
 
         def update_lr_schedulers(self: Any, interval: str, update_plateau_schedulers: bool) -> None:
-            if interval == "step" and not update_plateau_schedulers:  # else the batch has ended
+            # Since Lightning 2.6 they step for the batch that is left out, too, which is told as the last one then.
+            if not update_plateau_schedulers and self.batch_progress.is_last_batch:
                 driver.leave_out()
             cls.update_lr_schedulers(self, interval, update_plateau_schedulers)
 
