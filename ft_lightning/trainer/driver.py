@@ -642,13 +642,14 @@ def _catching(driver: StepDriver) -> Callable[[Any], dict[str, Any]]:
             while True:
                 name = module._current_fx_name
                 try:
-                    return cls.advance(self, data_fetcher)
+                    try:
+                        return cls.advance(self, data_fetcher)
+                    except StopIteration:
+                        driver.leave_out()  # where schedulers have not stepped for the batch
+                        raise
                 except BatchAbandoned:
                     module._current_fx_name = name
                     driver.abandon()
-                except StopIteration:
-                    driver.leave_out()
-                    raise
 
         def update_lr_schedulers(self: Any, interval: str, update_plateau_schedulers: bool) -> None:
             # Since Lightning 2.6 they step for the batch that is left out, too, which is told as the last one then.
