@@ -91,10 +91,16 @@ def listens(pid: int, address: str) -> bool:
         local = b"".join(words).hex().upper() + f":{port:04X}"
         table = Path("/proc/net/tcp6" if len(ip) == 16 else "/proc/net/tcp")
         wanted = {f"socket:[{row[9]}]" for row in _listening(table) if row[1] == local}
-        held = Path(f"/proc/{pid}/fd")
-        return bool(wanted) and any(os.readlink(each) in wanted for each in held.iterdir())
+        return bool(wanted) and not wanted.isdisjoint(_held(pid))
     except (OSError, ValueError, IndexError):
         return False
+
+
+def _held(pid: int) -> Iterator[str]:
+    """What each file descriptor of a process refers to. It opens and closes others meanwhile."""
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(each)
 
 
 def _listening(table: Path) -> Iterator[list[str]]:

@@ -165,9 +165,10 @@ def unsafe() -> str:
     """What makes a fork of this process unsafe: threads, processes, devices; "" if nothing does."""
     own = Path("/proc/self/task")
     for task in os.listdir(own):
-        name = (own / task / "comm").read_text().strip()
-        if int(task) != os.getpid() and name not in FORK_SAFE:
-            return f"an import has started a thread ({name})"
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            name = (own / task / "comm").read_text().strip()
+            if int(task) != os.getpid() and name not in FORK_SAFE:
+                return f"an import has started a thread ({name})"
     if children := (own / str(os.getpid()) / "children").read_text().split():
         return f"an import has started a process ({children[0]})"
     for where in _descriptors().values():

@@ -86,6 +86,14 @@ def test_a_source_cannot_name_another_process(make_server: MakeServer) -> None:
     assert not listens(os.getpid(), "tcp://127.0.0.1:1"), "no socket at all"
 
 
+def test_a_source_that_closes_a_file_meanwhile_is_found(make_server: MakeServer) -> None:
+    """As this process does: its descriptor of the listing has a free number below the socket's, and is closed
+    before it is looked at."""
+    with open(os.devnull):
+        server = make_server()
+    assert listens(os.getpid(), HealAddress.parse(server.address).where)
+
+
 def test_memory_of_a_process_that_is_not_the_source_is_not_read(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
