@@ -19,7 +19,7 @@ At the end of a validation and of an epoch, where Lightning decides by metrics, 
 | plateau schedulers, EarlyStopping, ModelCheckpoint's monitor | on the first member's metrics |
 
 Per-group commit carries nothing: each group then decides for itself. So it does under LocalSGD and DiLoCo, but for
-saves by the clock.
+saves by the clock, and where the leader logs.
 """
 
 from __future__ import annotations
@@ -205,13 +205,18 @@ class Decisions:
 
     def outer_control(self) -> bytes:
         """What this member's vote on an outer step of LocalSGD or DiLoCo carries."""
-        packed: bytes = msgpack.packb(self._saves_due())
-        return packed
+        due = self._saves_due()
+        packed: bytes = msgpack.packb([due, self.tell()])
+        return packed if len(packed) <= MAX_CONTROL_BYTES else msgpack.packb([due, None])
 
     def hear_outer(self, control: bytes) -> None:
         """What the first member's vote has carried, with the commit of an outer step."""
-        if control:
-            self._save_by_the_clock(msgpack.unpackb(control))
+        if not control:
+            return
+        saves, told = msgpack.unpackb(control)
+        if told is not None:
+            self.hear(told)
+        self._save_by_the_clock(saves)
 
     def wait_with_saves(self) -> None:
         """Each ModelCheckpoint compares its clock with this time: it is not over, until a commit says so."""

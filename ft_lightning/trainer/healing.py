@@ -200,7 +200,6 @@ def restore(
     fit_loop.reset_restart_stage()
     trainer.should_stop = state["should_stop"]
     adopt_log_places(trainer, state["logs"])
-    trainer.strategy.take_rows(state["rows"])
     trainer.strategy.checkpoint_names.load(state["checkpoint_names"])
     take_last_saves(trainer.checkpoint_callbacks, state["last_saves"])
     trainer.callback_metrics.update(state["metrics"])
@@ -217,6 +216,8 @@ def restore(
         fit_loop.epoch_loop._results.reset()
         hooks("on_train_epoch_start")
         _put_back(trainer, state)
+    # Last: the peer has logged already what these hooks log (LearningRateMonitor a row for each epoch).
+    trainer.strategy.take_rows(state["rows"])
     batches.origin = Origin(*state["origin"])
     batches.jump(trainer, state.get("data", ()))
 

@@ -20,6 +20,7 @@ from tests.ft_lightning.harness import ASKS, Line, Run
 from tests.harness import workers
 from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.runs import ROOT
+from tests.harness.trackers import in_csv
 
 pytestmark = pytest.mark.process
 
@@ -89,6 +90,29 @@ def test_killed_and_healed(tmp_path: Path, lighthouse: str) -> None:
     assert healed[0]["step"] > 33
     assert {line["participants"] for line in lines[0]} == {1, 2}
     assert sum(end["leader"] for end in ends) == 1
+
+
+def test_the_next_leader_logs_where_the_dead_one_has(tmp_path: Path, lighthouse: str) -> None:
+    """It has come back before the first outer step, so it has not healed: with that step it is told."""
+    options = {"sync_every": 5, "min_replicas": 2}
+    with running(
+        tmp_path,
+        lighthouse,
+        strategy_options=options,
+        max_epochs=1,
+        die=[1, 2],
+        holds=["step:8"],
+    ) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        one = run.start(1)
+        for rank in (0, 1):
+            run.until_held(rank, "step:8")
+        zero.kill()
+        run.wait(zero, code=-signal.SIGKILL)
+        run.go("step:8")
+        run.wait(one, run.start(0))
+    assert in_csv(tmp_path / "csv/lightning_logs", "train_loss") == list(range(BATCHES))
 
 
 def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> None:

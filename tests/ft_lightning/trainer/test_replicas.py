@@ -118,6 +118,25 @@ def test_trackers_go_on_though_the_leader_is_killed_twice(tmp_path: Path, lighth
     assert found == dict.fromkeys(found, every)
 
 
+def test_a_group_that_comes_back_and_leads_logs_no_row_of_an_epochs_start_again(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Callbacks hear of the epoch's start where it enters that epoch; its peer has logged that."""
+    options: dict[str, Any] = {
+        "dies": {str(BATCHES + 4): 1, str(BATCHES + 8): 0},
+        "trackers": ["csv"],
+    }
+    options["strategy_options"] = {"min_replicas": 2}
+    with running(tmp_path, lighthouse, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        one = run.start(1)
+        run.wait(zero, code=-signal.SIGKILL)
+        run.wait(one, run.start(0))
+    assert in_csv(tmp_path / "first", "lr-AdamW") == [0, BATCHES]
+    assert in_csv(tmp_path / "first", "train_loss") == list(range(2 * BATCHES))
+
+
 def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:
     """Two replica groups of two ranks, which begin unlike: one rank takes its group along.
 
