@@ -100,16 +100,18 @@ def save_again(
     **kwargs: Any,
 ) -> Any:
     """As `save_whole`, when the others, and the numbers of checkpoints, are further on. One with a number
-    that is there is whole."""
+    that is there is whole; its writer may have died before it deleted the oldest."""
     settings = accelerator.project_configuration
     numbered, iteration = settings.automatic_checkpoint_naming, settings.iteration
-    if numbered and final.exists():
-        return final
-    settings.automatic_checkpoint_naming = False
-    try:
-        return save_whole(original, ranks, accelerator, final, *args, **kwargs)
-    finally:
-        settings.automatic_checkpoint_naming, settings.iteration = numbered, iteration
+    if not numbered or not final.exists():
+        settings.automatic_checkpoint_naming = False
+        try:
+            save_whole(original, ranks, accelerator, final, *args, **kwargs)
+        finally:
+            settings.automatic_checkpoint_naming, settings.iteration = numbered, iteration
+    if numbered and accelerator.is_main_process:
+        _delete_oldest(final.parent, settings.total_limit)
+    return final
 
 
 def publish(

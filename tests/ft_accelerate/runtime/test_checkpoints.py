@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ft_accelerate.options import FaultTolerancePlugin
-from ft_accelerate.runtime.checkpoints import FOLDER, publish
+from ft_accelerate.runtime.checkpoints import FOLDER, publish, save_again
 from ft_accelerate.runtime.startup import GroupRanks
 from ft_core.environment import ReplicaEnv, Supervision
 from tests.harness.waiting import until
@@ -81,6 +82,27 @@ def test_a_main_process_that_was_stopped_in_a_save_replaces_nothing_of_its_succe
     assert publish(last, root, ranks(0), write_and_stop, lambda: True) is not stopped
     assert (last / "model").read_text() == ("15" if stopped else "10")
     assert not root.exists()
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["dies behind it", "dies in it"])
+def test_the_next_main_process_deletes_the_oldest_checkpoint(tmp_path: Path, written: bool) -> None:
+    """In place of a main process that dies in the save, or between it and that. `total_limit` used to be left to the
+    next save, and the last one to nobody."""
+    settings = SimpleNamespace(automatic_checkpoint_naming=True, total_limit=2, iteration=3)
+    accelerator = SimpleNamespace(project_configuration=settings, is_main_process=True)
+    folder = tmp_path / "checkpoints"
+    for number in range(3 if written else 2):
+        (folder / f"checkpoint_{number}").mkdir(parents=True)
+
+    def original(_: Any, draft: str) -> str:
+        (Path(draft) / "model").write_text("whole")
+        return draft
+
+    final = folder / "checkpoint_2"
+    assert save_again(original, ranks(1), accelerator, final) == final
+    assert {path.name for path in folder.iterdir()} == {"checkpoint_1", "checkpoint_2"}
+    assert (final / "model").exists() is not written  # one that is there is whole
+    assert (settings.automatic_checkpoint_naming, settings.iteration) == (True, 3)
 
 
 @pytest.mark.parametrize("is_main", [True, False])
