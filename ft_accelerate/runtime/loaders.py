@@ -155,22 +155,23 @@ class _Pass:
             self._generator.set_state(state)
             iteration.generator_state = state
         # In each pass: what is the first one of a process that comes back is a later one of its peers.
-        if not iteration.yielded and (self._draws_from_torch or loader in _later_loaders):
+        takes = not iteration.yielded and (self._draws_from_torch or loader in _later_loaders)
+        if takes:
             self._take_order_of_main()
+        lent = self._draws_from_torch and not torch.equal(own, iteration.generator_state)
+        # Within a pass its peers draw nothing here. A script that resumes there has nothing to skip.
+        within = iteration.yielded and iteration.seq in self._runtime.position.begun_before
+        keeps_own = lent or skip or within
         if is_stateful(loader):
-            return self._start_stateful()
+            batches = self._start_stateful(anew=bool(takes or keeps_own or state is not None))
+            return _drawn(batches, own) if keeps_own else batches
         sampler = index_sampler(loader)
         self._draw_as_peers(sampler)
         if skip and sampler is None:
             return _later(self._original(loader), skip)
         if skip and sampler is not None:
             sampler._ft_skip = skip
-        lent = self._draws_from_torch and not torch.equal(own, iteration.generator_state)
-        # Within a pass its peers draw nothing here. A script that resumes there has nothing to skip.
-        within = iteration.yielded and iteration.seq in self._runtime.position.begun_before
-        if lent or skip or within:
-            return _drawn(self._original(loader), own)
-        return self._original(loader)
+        return _drawn(self._original(loader), own) if keeps_own else self._original(loader)
 
     def _draw_as_peers(self, sampler: Any | None) -> None:
         """Torch draws a number when it makes a loader's iterator: for persistent workers once, in the first pass."""
@@ -187,8 +188,13 @@ class _Pass:
             for generator, state in zip(drawn, states, strict=True):
                 generator.set_state(state)
 
-    def _start_stateful(self) -> Iterator[Any]:
-        """Move the loader itself to its position, so that its own state tells that position."""
+    def _start_stateful(self, *, anew: bool) -> Iterator[Any]:
+        """Move the loader itself to its position, so that its own state tells that position.
+
+        `anew`: not with the iterator that it has (it made one when it was first asked for its state, and keeps one
+        with persistent workers), whose order is drawn. Else with that one, as without us: to make another one takes
+        a random number.
+        """
         loader, iteration, resumed = self._loader, self._iteration, self._resumed
         skip = iteration.yielded - iteration.left_out
         state = resumed or loader.dl_state_dict
@@ -196,7 +202,8 @@ class _Pass:
             done = _done_in(resumed) + skip
             resumed = {**state, **dict.fromkeys(_COUNTS, done), "_iterator_finished": False}
             skip = 0
-        loader.base_dataloader.load_state_dict(resumed or {})
+        if resumed or anew:
+            loader.base_dataloader.load_state_dict(resumed or {})
         return _later(self._original(loader), skip)
 
     def _fast_forward_is_over(self) -> bool:

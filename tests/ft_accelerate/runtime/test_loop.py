@@ -137,6 +137,27 @@ def test_random_numbers_are_those_without_faults(
     assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
 
 
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+def test_a_stateful_loader_draws_as_without_us(
+    tmp_path: Path, lighthouse: str, workers: int, persistent: bool
+) -> None:
+    """torchdata's makes its first iterator when it is prepared, and draws a number for that. It was made again in the
+    first pass, with persistent workers in each one: dropout, and with workers the order, were others."""
+    options = {"dropout": 0.3, "norm": False, "workers": workers, "persistent": persistent}
+    options |= {"data": {"use_stateful_dataloader": True}, "epochs": 3}
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    plain = plain_run(tmp_path, **options)
+    with running(tmp_path / "ft", lighthouse, holds=["step-24"], **options) as run:
+        zero, one = (run.start(index, **both) for index in (0, 1))
+        run.until_held(0, "step-24")
+        for index in (0, 1):
+            before = [x["weights"] for x in run.lines(index)]
+            assert before == [x["weights"] for x in plain.lines(index)][: len(before)]
+        one = run.killed_and_back(one, 1, hold="step-24", of=0, **both)
+        run.wait(zero, one)
+    assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
+
+
 @pytest.mark.parametrize(
     ("more", "hold"),
     [({}, "step-12"), ({"accumulate": 2}, "step-10"), ({"gather_loss": True}, "loss-21")],
