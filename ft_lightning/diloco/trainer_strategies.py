@@ -50,6 +50,7 @@ class _Place(Enum):
 
     BOUNDARY = "boundary"
     BATCH_END = "batch end"
+    END = "end"  # behind the last batch of the fit
 
 
 class InnerDriver:
@@ -80,6 +81,8 @@ class InnerDriver:
         self._stepped = False
         self._pending: dict[str, Any] | None = None
         """A peer's place, to be taken at the end of the batch under way."""
+        self.is_behind = False
+        """The place that was taken is behind the last batch of the fit."""
         self._steps: InnerSteps | None = None
         self.algorithm: Any = None
         self.entered = False
@@ -90,6 +93,7 @@ class InnerDriver:
         """What the first member's vote on the last outer step has carried, if that was committed."""
         batches.at_boundary = self.at_boundary
         batches.begin_fit(trainer, healing.kept_for_loaders)
+        batches.adopt(trainer.fit_loop, _leaving(self))
 
     def before_backward(self) -> None:
         """Nothing: gradients are this group's own."""
@@ -129,7 +133,10 @@ class InnerDriver:
         return step()
 
     def batch_end(self) -> bool:
-        """The batch is done; returns whether an outer step ended with it."""
+        """The batch is done; returns whether an outer step ended with it.
+
+        Raises StopIteration if peers are behind the last batch of the fit: there are no more here, either.
+        """
         before = self._manager.last_outcome()
         self._place = _Place.BATCH_END
         try:
@@ -140,6 +147,8 @@ class InnerDriver:
         finally:
             self._place = None
             self._stepped = False
+        if self.is_behind:
+            raise StopIteration
         outcome = self._manager.last_outcome()
         if outcome is None or outcome is before:
             return False
@@ -154,7 +163,7 @@ class InnerDriver:
         Afterwards the module holds the global parameters.
         """
         committed = True
-        self._place = _Place.BATCH_END
+        self._place = _Place.END
         try:
             if self.algorithm.local_step:
                 committed = self.algorithm.sync()
@@ -206,7 +215,7 @@ class InnerDriver:
     def load(self, packed: dict[str, Any]) -> None:
         """Take a peer's state, and with it its place in epoch and data."""
         state = inner_steps.unpack(packed)
-        if self._place is _Place.BOUNDARY and state["place"] == _Place.BATCH_END.value:
+        if self._place is _Place.BOUNDARY and state["place"] != _Place.BOUNDARY.value:
             self._pending = state
         else:
             self._restore(state)
@@ -227,18 +236,36 @@ class InnerDriver:
     def _restore(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
         inner_steps.keep_own_moments(state["checkpoint"], trainer)
+        self.is_behind = state["place"] == _Place.END.value
         self.restoring = True
         try:
-            healing.restore(trainer, state, self._batches, self._hooks)
+            # Behind the last epoch none begins.
+            hooks = (lambda name: None) if self.is_behind else self._hooks
+            healing.restore(trainer, state, self._batches, hooks)
         finally:
             self.restoring = False
-        if self._place is _Place.BATCH_END:
+        if self._place is _Place.BATCH_END and not self.is_behind:
             # The loop is about to count this batch, too.
             loop = trainer.fit_loop.epoch_loop
             loop.batch_progress.total.completed -= 1
             loop.batch_progress.current.completed -= 1
             loop.batch_progress.is_last_batch = trainer.fit_loop._data_fetcher.done
             loop._batches_that_stepped -= 1
+
+
+def _leaving(driver: InnerDriver) -> Callable[[Any], dict[str, Any]]:
+    """Lightning's loop over epochs, which a group leaves that has healed behind the last one: its peers have ended it."""
+
+    def methods(cls: Any) -> dict[str, Any]:
+        def on_advance_end(self: Any) -> None:
+            if driver.is_behind:
+                self.trainer.lightning_module._current_fx_name = None  # a hook was left, too
+                raise StopIteration
+            cls.on_advance_end(self)
+
+        return {"on_advance_end": on_advance_end}
+
+    return methods
 
 
 class PeriodicMixin(FTDDPMixin):

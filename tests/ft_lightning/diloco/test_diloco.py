@@ -115,6 +115,28 @@ def test_the_next_leader_logs_where_the_dead_one_has(tmp_path: Path, lighthouse:
     assert in_csv(tmp_path / "csv/lightning_logs", "train_loss") == list(range(BATCHES))
 
 
+@pytest.mark.parametrize("strategy", ["FTDiLoCoStrategy", "FTLocalSGDStrategy"])
+def test_a_group_that_comes_back_behind_the_last_batch_ends_with_its_peers(
+    tmp_path: Path, lighthouse: str, strategy: str
+) -> None:
+    """They wait for it in the last outer step. Its loop was in an epoch, which it ended once more, with a validation."""
+    with running(
+        tmp_path,
+        lighthouse,
+        strategy=strategy,
+        strategy_options={"sync_every": 5, "min_replicas": 2},
+        max_epochs=1,
+        die=[1, BATCHES - 1],
+    ) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        run.wait(zero, run.start(1))
+    ends = [run.end(replica) for replica in (0, 1)]
+    for same in ("digest", "step", "epoch", "val_losses"):
+        assert ends[0][same] == ends[1][same]
+    assert ends[0]["epoch"] == len(ends[0]["val_losses"]) == 1
+
+
 def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> None:
     options = {
         "sync_every": 8,
