@@ -107,6 +107,11 @@ class JobOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if 0 < self.expected_replicas < self.min_replicas:
+            raise ValueError(
+                f"min_replicas ({self.min_replicas}) must be at most the number of replica groups "
+                f"({self.expected_replicas}), or no step is ever committed"
+            )
         if not 0 <= self.group_rank < self.group_world_size:
             raise ValueError(
                 f"the rank in the replica group must be from 0 to {self.group_world_size - 1} "

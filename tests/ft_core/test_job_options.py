@@ -560,9 +560,10 @@ def test_members_that_may_be_of_another_job_are_warned_of(
     with caplog.at_level(logging.WARNING, "ft_core"), lighthouse(expected_replicas=2) as server:
 
         def run(name: str) -> None:
-            options = {"job_id": job_id, "expected_replicas": expected, "min_replica_size": 2}
-            replica = Replica(server, name, **options)
-            replica.run_to(3)
+            replica = Replica(server, name, job_id=job_id, expected_replicas=expected)
+            together = False
+            while not together:
+                together = replica.step() and replica.manager.num_participants() == 2
             replica.close()
 
         replicas(lambda: run("a"), lambda: run("b"))
