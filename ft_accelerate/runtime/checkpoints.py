@@ -338,6 +338,10 @@ class SavedPosition:
         place = (position.iterations, 0) if here is None else (here.seq, here.yielded)
         return place <= kept.window
 
+    def in_words(self) -> str:
+        """The script's place; "" while what it goes on from is yet to be told. Any thread."""
+        return "" if self.goes_on else self._position.in_words()
+
     def remember(self, folder: Path) -> None:
         """The main process has saved `folder`."""
         if self._newest is not None:

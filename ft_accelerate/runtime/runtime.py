@@ -566,7 +566,7 @@ class Runtime:
         )
         if self._sink is not None:
             manager.telemetry.add_sink(self._sink)
-        self.group_ranks.narrate(manager, self.position.in_words)
+        self.group_ranks.narrate(manager, self.saved.in_words)
         self.reducer.attach(manager)
         prepared, whole = self.prepared.accelerators, not self.group_ranks.shards
         lineage = self.group_ranks.sync_initial_state(

@@ -387,6 +387,7 @@ def test_all_die_and_the_job_goes_on_from_the_checkpoint_that_it_has_written(
     found, said = protected(TRAINER, out, *steps, kills="0:0:on_step_end:7 1:0:on_step_end:7")
     assert said.count("it goes on from") == 1
     assert "checkpoint-4 (resume_from_checkpoint=False starts anew)" in said
+    assert "the job goes back: " in said  # its loop's place does not say from where
     for report in (*expected, *found):
         report.pop("checkpoints")
     same(found[0], found[1])
