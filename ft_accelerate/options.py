@@ -189,6 +189,11 @@ class FaultTolerancePlugin:
                 f"replica_group_id must be a number from 0 to {groups - 1} (num_replica_groups "
                 f"is {groups}; it chooses the shard of the data), got {self.replica_group_id}"
             )
+        if self.min_replicas > groups:
+            raise ValueError(
+                f"min_replicas ({self.min_replicas}) must be at most num_replica_groups "
+                f"({groups}), or no step is ever committed"
+            )
         _job_options(vars(self), expected_replicas=groups, async_quorum=False)
         self._refuse_one_process(self.group_size)
 

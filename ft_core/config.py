@@ -107,11 +107,6 @@ class JobOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if 0 < self.expected_replicas < self.min_replicas:
-            raise ValueError(
-                f"min_replicas ({self.min_replicas}) must be at most the number of replica groups "
-                f"({self.expected_replicas}), or no step is ever committed"
-            )
         if not 0 <= self.group_rank < self.group_world_size:
             raise ValueError(
                 f"the rank in the replica group must be from 0 to {self.group_world_size - 1} "
@@ -152,6 +147,15 @@ class JobOptions:
             raise ValueError(
                 'spares needs commit="quorum", a synchronous quorum (use_async_quorum=False) and '
                 "WorldSizeMode.DYNAMIC: which group holds which share of the data follows from each commit"
+            )
+
+    def refuse_too_few(self) -> None:
+        """Raises ValueError if no step can be committed, in the words of a loop of one's own."""
+        if 0 < self.expected_replicas < self.min_replicas:
+            raise ValueError(
+                f"min_replica_size ({self.min_replicas}) must be at most the number of replica groups "
+                f"({self.expected_replicas}: expected_replicas, or NUM_REPLICA_GROUPS), or no step is ever "
+                "committed"
             )
 
     @classmethod

@@ -192,6 +192,7 @@ class Manager:
         self._closed = self._leaves = False
         self.telemetry = Telemetry()
         if own_loop:
+            options.refuse_too_few()
             end_with_a_line("ft_core", options.name, at_once=False)
             self.telemetry.add_sink(DiscardsTold(options.name))
         self._attempts = Attempts(options, pg, self.state, self.telemetry)

@@ -92,6 +92,11 @@ class Options:
             raise ValueError(f"keep_state_s must not be negative, got {self.keep_state_s}")
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+        groups = self.num_replica_groups
+        if groups is not None and groups < self.min_replicas:
+            raise ValueError(
+                f"num_replica_groups ({groups}) must be at least min_replicas ({self.min_replicas})"
+            )
         if self.validation not in ("replicated", "sharded"):
             raise ValueError(
                 f'validation must be "replicated" or "sharded", got {self.validation!r}'
@@ -444,6 +449,12 @@ class StrategyBase(_Base):
         before processes start."""
         if getattr(self, "_layer_sync", None) is not None:
             raise ValueError(NO_SYNC_BATCHNORM)
+        groups, least = self._job.data_shares, self._options.min_replicas
+        if self.scope.role is not Role.MEMBER and groups < least:
+            raise ValueError(
+                f"min_replicas ({least}) must be at most the number of replica groups ({groups}, from "
+                "devices and num_nodes), or no step is ever taken"
+            )
         if self.scope.role is Role.MEMBER:
             live_with_group(self.scope)
             self._launcher = None

@@ -613,7 +613,10 @@ def test_malformed_address():
     ("options", "sentence"),
     [
         ({"min_replica_size": 0}, "min_replica_size must be at least 1"),
-        ({"min_replica_size": 3, "expected_replicas": 2}, r"min_replicas \(3\) must be at most"),
+        (
+            {"min_replica_size": 3, "expected_replicas": 2},
+            r"min_replica_size \(3\) must be at most",
+        ),
         ({"commit": "sometimes"}, '"quorum" or "group"'),
         ({"timeout": timedelta(0)}, "timeout_s must be positive"),
         ({"heartbeat_interval": timedelta(seconds=30)}, "must be less than"),

@@ -241,7 +241,7 @@ def test_a_wrong_config_file_is_refused_when_it_is_read(
     ("argv", "said"),
     [
         (["--fault_tolerance_group_size", "3"], "must divide the processes of each machine"),
-        (["--fault_tolerance_min_replicas", "3"], r"min_replicas \(3\) must be at most the number"),
+        (["--fault_tolerance_min_replicas", "3"], r"min_replicas \(3\) must be at most num_rep"),
         (["--fault_tolerance_timeout_s", "0"], "timeout_s must be positive, got 0"),
         (["--no_python"], "trains Python scripts: leave out --no_python"),
         (["--use_fsdp"], "takes FSDP2, whose shards lie within a replica group"),
