@@ -164,6 +164,7 @@ class OuterLoop:
         if self._hook is None:
             raise RuntimeError(f"sync() works inside `with {type(self).__name__}(...)` only")
         committed, self._syncs = True, True
+        self._moved = False  # wherever it is by now, this is due
         try:
             self._more_follow = True
             if self._sent is not None:

@@ -115,16 +115,24 @@ def test_the_next_leader_logs_where_the_dead_one_has(tmp_path: Path, lighthouse:
     assert in_csv(tmp_path / "csv/lightning_logs", "train_loss") == list(range(BATCHES))
 
 
-@pytest.mark.parametrize("strategy", ["FTDiLoCoStrategy", "FTLocalSGDStrategy"])
+STREAMING = {"fragments": 2, "fragment_sync_delay": 1, "sync_every": 6}
+LAST_STEP = {"min_replicas": 2, "sync_every": 5}  # an outer step is left for the end
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("FTDiLoCoStrategy", {}), ("FTDiLoCoStrategy", STREAMING), ("FTLocalSGDStrategy", {})],
+    ids=["diloco", "streaming", "local_sgd"],
+)
 def test_a_group_that_comes_back_behind_the_last_batch_ends_with_its_peers(
-    tmp_path: Path, lighthouse: str, strategy: str
+    tmp_path: Path, lighthouse: str, strategy: str, options: dict[str, Any]
 ) -> None:
     """They wait for it in the last outer step. Its loop was in an epoch, which it ended once more, with a validation."""
     with running(
         tmp_path,
         lighthouse,
         strategy=strategy,
-        strategy_options={"sync_every": 5, "min_replicas": 2},
+        strategy_options=LAST_STEP | options,
         max_epochs=1,
         die=[1, BATCHES - 1],
     ) as run:
@@ -135,6 +143,27 @@ def test_a_group_that_comes_back_behind_the_last_batch_ends_with_its_peers(
     for same in ("digest", "step", "epoch", "val_losses"):
         assert ends[0][same] == ends[1][same]
     assert ends[0]["epoch"] == len(ends[0]["val_losses"]) == 1
+
+
+@pytest.mark.parametrize("options", [{}, STREAMING], ids=["diloco", "streaming"])
+def test_a_fabric_loop_that_comes_back_behind_the_last_batch_ends_with_its_peers(
+    tmp_path: Path, lighthouse: str, options: dict[str, Any]
+) -> None:
+    """It comes to the last outer step at once. It sent nothing in it, and left; its peers waited for ever."""
+    with harness.running(
+        tmp_path,
+        lighthouse,
+        worker=FABRIC_WORKER,
+        strategy_options=LAST_STEP | options,
+        epochs=1,
+        die=[1, BATCHES - 1],
+    ) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        run.wait(zero, run.start(1))
+    ends = [run.end(replica) for replica in (0, 1)]
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["step"] == ends[1]["step"] == BATCHES
 
 
 def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> None:
