@@ -81,8 +81,8 @@ class InnerDriver:
         self._stepped = False
         self._pending: dict[str, Any] | None = None
         """A peer's place, to be taken at the end of the batch under way."""
-        self.is_behind = False
-        """The place that was taken is behind the last batch of the fit."""
+        self.peers_ended = False
+        """The place that was taken is behind the last batch of the fit. Read only."""
         self._steps: InnerSteps | None = None
         self.algorithm: Any = None
         self.entered = False
@@ -147,7 +147,7 @@ class InnerDriver:
         finally:
             self._place = None
             self._stepped = False
-        if self.is_behind:
+        if self.peers_ended:
             raise StopIteration
         outcome = self._manager.last_outcome()
         if outcome is None or outcome is before:
@@ -236,15 +236,15 @@ class InnerDriver:
     def _restore(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
         inner_steps.keep_own_moments(state["checkpoint"], trainer)
-        self.is_behind = state["place"] == _Place.END.value
+        self.peers_ended = state["place"] == _Place.END.value
         self.restoring = True
         try:
             # Behind the last epoch none begins.
-            hooks = (lambda name: None) if self.is_behind else self._hooks
+            hooks = (lambda name: None) if self.peers_ended else self._hooks
             healing.restore(trainer, state, self._batches, hooks)
         finally:
             self.restoring = False
-        if self._place is _Place.BATCH_END and not self.is_behind:
+        if self._place is _Place.BATCH_END and not self.peers_ended:
             # The loop is about to count this batch, too.
             loop = trainer.fit_loop.epoch_loop
             loop.batch_progress.total.completed -= 1
@@ -258,7 +258,7 @@ def _leaving(driver: InnerDriver) -> Callable[[Any], dict[str, Any]]:
 
     def methods(cls: Any) -> dict[str, Any]:
         def on_advance_end(self: Any) -> None:
-            if driver.is_behind:
+            if driver.peers_ended:
                 self.trainer.lightning_module._current_fx_name = None  # a hook was left, too
                 raise StopIteration
             cls.on_advance_end(self)

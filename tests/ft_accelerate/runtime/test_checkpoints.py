@@ -86,8 +86,8 @@ def test_a_main_process_that_was_stopped_in_a_save_replaces_nothing_of_its_succe
 
 @pytest.mark.parametrize("written", [True, False], ids=["dies behind it", "dies in it"])
 def test_the_next_main_process_deletes_the_oldest_checkpoint(tmp_path: Path, written: bool) -> None:
-    """In place of a main process that dies in the save, or between it and that. `total_limit` used to be left to the
-    next save, and the last one to nobody."""
+    """In place of a main process that dies in the save, or between it and that. `total_limit` was left to the next save,
+    and behind the last one there was one too many."""
     settings = SimpleNamespace(automatic_checkpoint_naming=True, total_limit=2, iteration=3)
     accelerator = SimpleNamespace(project_configuration=settings, is_main_process=True)
     folder = tmp_path / "checkpoints"

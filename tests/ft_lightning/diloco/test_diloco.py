@@ -47,6 +47,14 @@ def die_and_heal(run: Run) -> Any:
     return again
 
 
+def die_and_end(run: Run) -> list[Line]:
+    """Replica 1 dies by itself (`die`) and is started again, and both end: what they say then."""
+    zero, one = run.start(0), run.start(1)
+    run.wait(one, code=-signal.SIGKILL)
+    run.wait(zero, run.start(1))
+    return [run.end(replica) for replica in (0, 1)]
+
+
 MUST_AGREE = ("digest", "step", "epoch", "batches", "last", "lr", "schedulers", "val_losses")
 
 
@@ -136,10 +144,7 @@ def test_a_group_that_comes_back_behind_the_last_batch_ends_with_its_peers(
         max_epochs=1,
         die=[1, BATCHES - 1],
     ) as run:
-        zero, one = run.start(0), run.start(1)
-        run.wait(one, code=-signal.SIGKILL)
-        run.wait(zero, run.start(1))
-    ends = [run.end(replica) for replica in (0, 1)]
+        ends = die_and_end(run)
     for same in ("digest", "step", "epoch", "val_losses"):
         assert ends[0][same] == ends[1][same]
     assert ends[0]["epoch"] == len(ends[0]["val_losses"]) == 1
@@ -158,10 +163,7 @@ def test_a_fabric_loop_that_comes_back_behind_the_last_batch_ends_with_its_peers
         epochs=1,
         die=[1, BATCHES - 1],
     ) as run:
-        zero, one = run.start(0), run.start(1)
-        run.wait(one, code=-signal.SIGKILL)
-        run.wait(zero, run.start(1))
-    ends = [run.end(replica) for replica in (0, 1)]
+        ends = die_and_end(run)
     assert ends[0]["digest"] == ends[1]["digest"]
     assert ends[0]["step"] == ends[1]["step"] == BATCHES
 
