@@ -91,3 +91,17 @@ def test_a_member_that_takes_a_peers_place_goes_on_from_there(when: str) -> None
             member.inner_step()
             assert (loop.local_step, manager.current_step()) == (0, before + 1)
         member.close()
+
+
+def test_a_member_that_took_a_peers_place_sends_in_a_sync() -> None:
+    """At once, though nothing was due at that place: a peer waits there for what it sends."""
+    with lighthouse() as server:
+        member = Trainer(server.address(), 0, LocalSGD, sync_every=4, keep_windows=True)
+        bind, misses = member.manager.bind_step, [None]
+        member.manager.bind_step = lambda: misses.pop() if misses else bind()  # type: ignore[method-assign]
+        with member.loop:
+            member.inner_step()
+            member.loop.local_step = 3  # as a load does, of a state behind the last batch
+            assert member.loop.sync(), "the attempt in which it has healed begins anew"
+        assert not misses
+        member.close()
