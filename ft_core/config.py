@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from ft_core.environment import COMPARE_STEPS, SHARED_JOB, ReplicaEnv
-from ft_core.replica.status import CopyIndex, RanksHold, WorldSizeMode
+from ft_core.replica.status import CopyIndex, ParticipationRule, RanksHold, WorldSizeMode
 from lighthouse.config import Timeouts, normalize_address
 
 
@@ -34,6 +34,7 @@ class JobOptions:
         commit: "quorum": all members commit a step or none does. "group": each replica group acts
             on its own vote.
         async_quorum: `start_quorum` returns at once, and a heal runs alongside the step.
+        own_loop: the manager is used by a training loop, and not by an integration.
         init_sync: members that start with different states take the first one's. False: their
             states are equal already, and nothing is compared.
         weighted: means are weighted by the samples of each participant's batch.
@@ -72,6 +73,7 @@ class JobOptions:
     spares: int = 0
     commit: str = "quorum"
     async_quorum: bool = True
+    own_loop: bool = False
     init_sync: bool = True
     weighted: bool = False
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
@@ -96,6 +98,8 @@ class JobOptions:
     timeouts: Timeouts = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.own_loop:
+            self._check_own_loop()
         for name, least in (
             ("min_replicas", 1),
             ("expected_replicas", 0),
@@ -149,8 +153,10 @@ class JobOptions:
                 "WorldSizeMode.DYNAMIC: which group holds which share of the data follows from each commit"
             )
 
-    def refuse_too_few(self) -> None:
-        """Raises ValueError if no step can be committed, in the words of a loop of one's own."""
+    def _check_own_loop(self) -> None:
+        """In the words of `Manager`; integrations have their own."""
+        if self.min_replicas < 1:
+            raise ValueError(f"min_replica_size must be at least 1, got {self.min_replicas}")
         if 0 < self.expected_replicas < self.min_replicas:
             raise ValueError(
                 f"min_replica_size ({self.min_replicas}) must be at most the number of replica groups "
@@ -219,12 +225,27 @@ class JobOptions:
         return CopyIndex(self.group_rank, self.group_world_size)
 
     @property
+    def heals_first(self) -> bool:
+        """Whether members that heal do so before they compute, and contribute to that step. A group of an integration may
+        have to take part in a step of its peers' that it can't compute."""
+        return self.own_loop and not (self.async_quorum or self.spares)
+
+    @property
+    def participation(self) -> ParticipationRule:
+        """Which members contribute to a step."""
+        return ParticipationRule(
+            self.world_size_mode, self.min_replicas, self.place, self.heals_first
+        )
+
+    @property
     def schema(self) -> dict[str, str]:
         """Those options that must be equal in all members."""
         size = self.place.size
         found = {"ranks of a replica group": str(size)} if size > 1 else {}
         if self.compare_steps != COMPARE_STEPS:
             found["parameters are compared"] = f"in {self.compare_steps} steps"
+        if self.heals_first:
+            found["members that heal"] = "contribute (use_async_quorum=False)"
         if self.spares:
             said = f"{self.data_shares}; {self.spares}; {self.min_replicas}"
             found["shares of the data; spares; min_replicas"] = said

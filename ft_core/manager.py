@@ -57,7 +57,8 @@ class Manager:
             with fewer members.
         use_async_quorum: True: `start_quorum` returns at once; a healing member computes its first
             step while its state arrives (large tensors in place), adds nothing, loads, and votes.
-            False: `start_quorum` returns when the quorum is there and the state is loaded.
+            False: it returns when the state is loaded, and the step counts what the member computes
+            (not with `spares`). All members choose alike.
         timeout: the one knob; see docs/timeouts.md.
         quorum_timeout: how long `start_quorum` waits for a quorum; None: as long as the
             lighthouse can be reached.
@@ -136,8 +137,6 @@ class Manager:
         compare_steps: int | None = None,
         spares: int = 0,
     ) -> None:
-        if min_replica_size < 1:
-            raise ValueError(f"min_replica_size must be at least 1, got {min_replica_size}")
         options = JobOptions.resolve(
             name=replica_id,
             job_id=job_id,
@@ -166,8 +165,9 @@ class Manager:
             token=token,
             heal_allow_objects=heal_allow_objects,
             spares=spares,
+            own_loop=True,
         )
-        self._set_up(pg, options, own_loop=True)
+        self._set_up(pg, options)
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:
@@ -180,7 +180,7 @@ class Manager:
         manager._set_up(pg, options)
         return manager
 
-    def _set_up(self, pg: ProcessGroup, options: JobOptions, own_loop: bool = False) -> None:
+    def _set_up(self, pg: ProcessGroup, options: JobOptions) -> None:
         self._options, self._replica_id = options, new_replica_id(options.name)
         self._pg = pg
         self.state = State()
@@ -191,8 +191,7 @@ class Manager:
         self._session: Session | None = None
         self._closed = self._leaves = False
         self.telemetry = Telemetry()
-        if own_loop:
-            options.refuse_too_few()
+        if options.own_loop:
             end_with_a_line("ft_core", options.name, at_once=False)
             self.telemetry.add_sink(DiscardsTold(options.name))
         self._attempts = Attempts(options, pg, self.state, self.telemetry)

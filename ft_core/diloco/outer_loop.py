@@ -90,7 +90,7 @@ class OuterLoop:
         self._open = False  # an attempt is under way
         self._loaded = False  # the state came from a peer or a checkpoint
         self._was_current = False  # this process has been at the quorum's position
-        self._healed_now = False  # ... and was brought there in this attempt
+        self._contributed = False  # this process, to the outer step under way
         self._torn = False  # a heal is overwriting the global state
         self._local_step = 0
         self._syncs = False  # in `sync`
@@ -252,7 +252,6 @@ class OuterLoop:
         Not `patient`: only within the present quorum (`Manager.try_start_quorum`).
         """
         self._loop_thread = threading.get_ident()
-        self._healed_now = False
         manager = self._manager
         if not patient:
             self._open = manager.try_start_quorum()
@@ -311,7 +310,8 @@ class OuterLoop:
         return self._fragments[self._schedule.fragment_of(step)]
 
     def _send(self, fragment: Fragment, deltas: Sequence[Tensor], squared: float) -> None:
-        if self._manager.is_participating():
+        self._contributed = self._manager.is_participating()
+        if self._contributed:
             self._windows.sent(fragment.index)
         weight = self._windows.weight(fragment.index)
         self._sent = self._outer.launch(
@@ -366,7 +366,7 @@ class OuterLoop:
     def _finish(self, sent: OuterReduce) -> None:
         """The outer step was committed."""
         fragment, kept = sent.fragment, None
-        if self._healed_now and self._keep and not self._is_spare():
+        if self._keep and not self._contributed and not self._is_spare():
             kept = self._state.deltas(fragment)  # it could not contribute yet: it will
         self._outer.finish(sent)
         self._windows.committed(fragment.index)
@@ -430,4 +430,4 @@ class OuterLoop:
             if fragment not in kept:
                 self._windows.restart(fragment.index)
         self._windows.in_step()
-        self._torn, self._loaded, self._healed_now = False, True, True
+        self._torn, self._loaded = False, True

@@ -300,19 +300,21 @@ class ParticipationRule:
     Attributes:
         mode, min_replica_size: see `WorldSizeMode`.
         place: of this rank in its replica group.
+        heals_first: members heal before they compute, so those that heal contribute, too.
     """
 
     mode: WorldSizeMode = WorldSizeMode.DYNAMIC
     min_replica_size: int = 1
     place: CopyIndex = CopyIndex()
+    heals_first: bool = False
 
     def part(self, view: View, replica_id: str, *, behind: bool) -> Participation:
         """The participation of `replica_id` under `view`. `behind`: its state is not the quorum's.
 
-        Members that heal contribute nothing in the step in which they join. Ranks follow from the
-        member list alone, so that all members agree without a message.
+        Unless they do so before they compute, members that heal contribute nothing in the step in which
+        they join. Ranks follow from the member list alone, so that all members agree without a message.
         """
-        able = [m.replica_id for m in view.members if not m.healing]
+        able = [m.replica_id for m in view.members if self.heals_first or not m.healing]
         if self.mode is WorldSizeMode.FIXED_WITH_SPARES:
             able = able[: self.min_replica_size]
         mine = None if behind or replica_id not in able else able.index(replica_id)

@@ -31,7 +31,6 @@ from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import (
     Attempt,
-    ParticipationRule,
     ReplicaStatus,
     Stage,
 )
@@ -145,10 +144,8 @@ class Session:
             genesis=origin[0],
             held=origin[1],
         )
-        rule = ParticipationRule(options.world_size_mode, options.min_replicas, options.place)
-        replica = Replica(
-            template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s, rule=rule
-        )
+        wait_s, rule = limits.resend_s, options.participation
+        replica = Replica(template, resend_s=wait_s, revoke_grace_s=wait_s, rule=rule)
         self._watch: ProcessWatch | None = None
         if options.watch_process:
             self._watch = ProcessWatch(self._reached, limits, identity)

@@ -405,17 +405,15 @@ def test_checkpoints_without_a_lineage_are_compared(values: tuple[float, float])
         ]
         heals: list[str] = []
 
-        def run(replica: Replica) -> None:
+        def run(replica: Replica, value: float) -> None:
             replica.manager.load_state_dict({"step": 5, "batches_committed": 10})
             replica.manager.start_quorum()
-            heals.extend(
-                [replica.manager.replica_id] * (replica.manager.participating_rank() is None)
-            )
+            heals.extend([replica.manager.replica_id] * (replica.weights[0].item() != value))
             replica.end(replica.reduce())
             replica.run_to(8)
             replica.close()
 
-        replicas(*[lambda r=r: run(r) for r in two])
+        replicas(*[lambda r=r, v=v: run(r, v) for r, v in zip(two, values, strict=True)])
         check_equal(*two)
         assert two[0].manager.current_step() == 8
         assert len(heals) == (values[0] != values[1])

@@ -238,7 +238,7 @@ def test_another_token_is_refused_by_the_heal_server() -> None:
 
 def test_another_token_is_refused_where_the_heal_runs_beside_the_step() -> None:
     with lighthouse() as server:
-        a = Replica(server, "r0", token="ours")
+        a = Replica(server, "r0", token="ours", use_async_quorum=True)
         a.run_to(1)
         stranger = Replica(server, "r1", token="theirs", use_async_quorum=True)
 
@@ -477,6 +477,7 @@ EFFECTS = {
     "spares": "test_spares.py::test_a_spare_takes_over_and_one_that_comes_back_is_the_next_spare",
     "commit": HERE + "test_a_group_that_commits_by_itself_does_not_wait_for_the_others_votes",
     "async_quorum": HERE + "test_an_asynchronous_quorum_is_not_waited_for",
+    "own_loop": MANAGER + "test_a_joiner_contributes_to_its_first_step_if_it_heals_before_that",
     "init_sync": HERE + "test_a_member_that_does_not_allow_objects_takes_none",
     "weighted": MANAGER + "test_means_weighted_by_samples",
     "world_size_mode": MANAGER + "test_spares_are_neutral_under_every_reduction",

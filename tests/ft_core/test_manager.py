@@ -152,11 +152,12 @@ def test_one_that_hangs_is_evicted_though_the_process_groups_own_timeout_comes_f
         both(a, b, script)
 
 
-def test_joiner_heals_and_contributes_nothing_in_its_first_step():
+@pytest.mark.parametrize("use_async_quorum", [False, True])
+def test_a_joiner_contributes_to_its_first_step_if_it_heals_before_that(use_async_quorum):
     with lighthouse() as server:
-        a = Replica(server, "r0")
+        a = Replica(server, "r0", use_async_quorum=use_async_quorum)
         a.run_to(3)
-        b = Replica(server, "r1", value=77.0)
+        b = Replica(server, "r1", value=77.0, use_async_quorum=use_async_quorum)
         joined = threading.Event()
 
         def old(replica, _):
@@ -169,13 +170,14 @@ def test_joiner_heals_and_contributes_nothing_in_its_first_step():
 
         def new(replica, _):
             replica.manager.start_quorum()
+            replica.manager.wait_quorum()
             joined_at.append(replica.manager.current_step())
-            assert not replica.manager.is_participating()
+            assert replica.manager.is_participating() is not use_async_quorum
             joined.set()
-            tensor = torch.full((8,), 1000.0)  # must not be seen by anybody
+            tensor = torch.full((8,), 1000.0)  # an asynchronous one must not be seen by anybody
             replica.manager.allreduce(tensor).wait()
             assert replica.manager.should_commit()
-            assert tensor.tolist() == [1.0] * 8
+            assert tensor.tolist() == [1.0 if use_async_quorum else 500.5] * 8
             replica.weights -= tensor
             replica.run_to(joined_at[0] + 3)
             replica.close()
@@ -369,11 +371,12 @@ def test_too_few_participants_never_commit():
 
 def test_what_updates_nothing_may_be_committed_by_fewer():
     """Else a member whose peers are all new would wait for ever where they cannot heal."""
+    options = {"min_replica_size": 2, "use_async_quorum": True}
     with lighthouse() as server:
-        a, b = pair(server, min_replica_size=2)
+        a, b = pair(server, **options)
         both(a, b, lambda replica, index: replica.run_to(2))
         b.close()
-        c = Replica(server, "r1", expected_replicas=2, min_replica_size=2)
+        c = Replica(server, "r1", expected_replicas=2, **options)
 
         def script(replica, index):
             manager, sums = replica.manager, torch.ones(1)

@@ -9,8 +9,8 @@ S2  At most one quorum of a job is live: a step is decided before the next quoru
     So no two disjoint quorums commit a step side by side: every process that could hold the newer state was
     lost, not ignored.
 S3  Equal (step, lineage) is equal state.
-S4  A sum holds exactly the contributions of the members that the quorum does not count as healing,
-    each computed on the quorum's own state.
+S4  A sum holds exactly the contributions of the members that the quorum does not count as healing (of all, where
+    they heal first), each computed on the quorum's own state.
 S5  What is applied was reduced under the quorum_id and step that its lineage names.
 S6  A process that applied a step keeps it until it heals; a process told "discard" after a yes has no living
     peer that was told "commit", but where the lighthouse was started again, and could not reach that peer.
@@ -114,6 +114,7 @@ class Checker:
     life: Callable[[], int]
     group_commit: bool = False
     lighthouses: int = 1
+    heals_first: bool = False
     births: dict[int, Birth] = field(default_factory=dict)
     lists: dict[int, tuple[str, ...]] = field(default_factory=dict)
     healing: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -227,10 +228,10 @@ class Checker:
         """All members of a group have met."""
         birth = self.births[total.quorum_id]
         contributors = [part.replica_id for part in total.parts]
-        if total.step == self._first_step(total.quorum_id, total.step):
-            expected = set(birth.members) - self.healing[total.quorum_id]
-        else:
-            expected = set(birth.members)
+        expected = set(birth.members)
+        first = total.step == self._first_step(total.quorum_id, total.step)
+        if first and not self.heals_first:
+            expected -= self.healing[total.quorum_id]
         self.require(
             set(contributors) == expected,
             f"S4: {contributors} contributed, {sorted(expected)} should have",

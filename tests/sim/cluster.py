@@ -8,6 +8,7 @@ from typing import Any
 
 from ft_core.replica.events import Transmit
 from ft_core.replica.machine import Replica
+from ft_core.replica.status import ParticipationRule
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine.job import Remember
 from lighthouse.wire.messages import (
@@ -88,6 +89,7 @@ class Cluster:
             life=lambda: sum(self.network.lives),
             group_commit=profile.group_commit,
             lighthouses=profile.lighthouses,
+            heals_first=profile.heals_first,
         )
 
     # ------------------------------------------------------------------ processes
@@ -232,7 +234,8 @@ class Cluster:
         self.lighthouses.request(0, b"tool", DeclareDead(job.job_id, slot))
 
     def make_replica(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> Replica:
-        return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s)
+        rule = ParticipationRule(heals_first=self.profile.heals_first)
+        return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s, rule=rule)
 
     def arrives(self, home: int, peer: bytes, message: Request) -> None:
         if isinstance(message, Join):

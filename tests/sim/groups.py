@@ -18,6 +18,7 @@ from typing import Any
 
 from ft_core.replica.group_leader import GroupEffect, GroupLeader, SendUp, peer_of
 from ft_core.replica.machine import Replica
+from ft_core.replica.status import ParticipationRule
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Remember
 from lighthouse.wire.messages import (
@@ -37,7 +38,7 @@ from tests.sim.lighthouses import Lighthouses
 from tests.sim.network import Link, Network, NetworkProfile
 from tests.sim.plane import Plane
 from tests.sim.process import Habits, Process, shares_of_states
-from tests.sim.profile import Profile
+from tests.sim.profile import Profile, heals_first
 
 JOB = JobKey("job", "room0")
 LOCAL_S = (0.0002, 0.01)
@@ -89,6 +90,7 @@ class World:
             cut_since=lambda since: frozenset(groups.excused),
             life=lambda: sum(groups.network.lives),
             lighthouses=groups.homes,
+            heals_first=groups.profile.heals_first,
         )
         self.checker.group_yes = groups.group_yes
         self.checkers = {JOB: self.checker}
@@ -98,7 +100,8 @@ class World:
         self.groups.log(f"rank {self.rank} of {text}")
 
     def make_replica(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> Replica:
-        return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s)
+        rule = ParticipationRule(heals_first=self.profile.heals_first)
+        return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s, rule=rule)
 
     def expected(self, job: JobKey) -> int:
         return self.profile.expected_replicas
@@ -256,6 +259,12 @@ class Groups:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(f"groups {self.seed}")
+        habits = random.Random(f"habits {self.seed}")
+        self.habits = Habits(
+            asynchronous=habits.random() < 0.3,
+            buckets=habits.choice((1, 1, 2)),
+            checkpoint_every=habits.choice((0, 0, 5)),
+        )
         self.profile = Profile(
             slots=self.slots,
             timeouts=Timeouts.derive(self.rng.choice((3.0, 6.0))),
@@ -263,6 +272,7 @@ class Groups:
             lighthouses=self.homes,
             expected_replicas=len(self.slots) if self.keep_every_s or self.homes > 1 else 0,
             compare_steps=self.compare_steps,
+            heals_first=heals_first(self.seed, self.habits.asynchronous),
         )
         network = NetworkProfile(
             heartbeat_timeout_s=self.profile.timeouts.heartbeat_timeout_s, stable_peers=True
@@ -277,12 +287,6 @@ class Groups:
         self.checkers = self.worlds[0].checkers
         self._lives = dict.fromkeys(self.slots, 0)
         self._whole: dict[str, list[Start]] = {}
-        rng = random.Random(f"habits {self.seed}")
-        self.habits = Habits(
-            asynchronous=rng.random() < 0.3,
-            buckets=rng.choice((1, 1, 2)),
-            checkpoint_every=rng.choice((0, 0, 5)),
-        )
 
     # ------------------------------------------------------------------ groups
 

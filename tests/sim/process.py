@@ -614,8 +614,9 @@ class Process:
         return key in self.results or self.replica.attempt is not Attempt.BOUND
 
     def _stays_out(self) -> bool:
-        """Whether a member that the quorum counts as healing stays out of sums (it must)."""
-        return self.cluster.profile.healing_stays_out
+        """Whether a member that the quorum counts as healing stays out of sums (it must, unless it heals first)."""
+        profile = self.cluster.profile
+        return profile.healing_stays_out and not profile.heals_first
 
     def _patience_s(self) -> float:
         """How long a collective may wait: less where a peer has to heal first."""

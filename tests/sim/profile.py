@@ -66,6 +66,7 @@ class Profile:
     start_spread_s: float = 0.2
     heal_in_place: bool = False
     healing_stays_out: bool = True
+    heals_first: bool = False  # members that heal contribute, too (`ParticipationRule`)
     compare_steps: int = 1  # at each so many steps votes tell what the state is; 0: never
     no_heal: tuple[str, ...] = ()  # slots that may not heal
     own_rules: bool = False  # slots wish for other numbers of members
@@ -123,7 +124,8 @@ def profile_of(seed: int) -> Profile:
     faults = _faults(rng, profile) + _given_up(seed, profile) + _cut(seed, profile)
     faults += _suspended(seed, profile)
     profile = replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
-    return _kept(seed, _shut(seed, _more(seed, profile)))
+    profile = _kept(seed, _shut(seed, _more(seed, profile)))
+    return replace(profile, heals_first=heals_first(seed, profile.asynchronous))
 
 
 def dense_profile_of(seed: int) -> Profile:
@@ -218,6 +220,12 @@ def _shut(seed: int, profile: Profile) -> Profile:
     """In every third run members exchange something between their updates. Drawn apart, as above."""
     rng = random.Random(f"shut {seed}")
     return replace(profile, shut_every=rng.choice((0, 0, 0, 0, 4, 10)))
+
+
+def heals_first(seed: int, asynchronous: bool) -> bool:
+    """Whether members that heal contribute, too: in every other run with a synchronous quorum. Drawn
+    apart, as above."""
+    return not asynchronous and random.Random(f"heals first {seed}").random() < 0.5
 
 
 def _kept(seed: int, profile: Profile) -> Profile:

@@ -310,6 +310,7 @@ def test_seeds_cover_every_fault_and_mode() -> None:
     assert any(p.network.harsh for p in profiles)
     assert any(p.group_commit for p in profiles)
     assert any(p.asynchronous for p in profiles)
+    assert any(p.heals_first for p in profiles)
     assert any(p.jobs > 1 for p in profiles)
     for habit in ("no_heal", "own_rules", "own_checkpoints", "other_clocks", "old_journal"):
         assert any(getattr(p, habit) for p in profiles), habit

@@ -72,7 +72,8 @@ def test_members_have_the_result_of_the_same_attempt() -> None:
 
 def test_a_member_that_contributes_nothing_has_no_header() -> None:
     with lighthouse() as server:
-        old, new = Replica(server, "0"), Replica(server, "1", value=5.0)
+        old = Replica(server, "0", use_async_quorum=True)
+        new = Replica(server, "1", value=5.0, use_async_quorum=True)
         old.step()
 
         def run(replica: Replica) -> list[list[int]] | None:

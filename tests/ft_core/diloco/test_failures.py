@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,13 +27,14 @@ from tests.harness.waiting import PATIENCE_S
 INNER = 100
 
 
-def equal(trainer: Trainer, run: Reference) -> None:
-    """Bit by bit."""
+def equal(trainer: Trainer, run: Reference, **tolerance: float) -> None:
+    """Bit by bit, or within `tolerance`."""
+    check = partial(torch.allclose, **tolerance) if tolerance else torch.equal
     shared = dict(run.model.named_parameters())
     local = dict(run.members[trainer.number].model.named_parameters())
     for name, value in trainer.globals().items():
-        assert torch.equal(value, shared[name]), name
-        assert torch.equal(trainer.parameters()[name], local[name]), name
+        assert check(value, shared[name]), name
+        assert check(trainer.parameters()[name], local[name]), name
 
 
 class Script:
@@ -225,8 +227,8 @@ def tell_when_waiting(trainer: Trainer, event: threading.Event) -> None:
 def test_members_change_at_outer_steps(
     kind: Any, sync_every: int, fragments: Any, delay: int, weighted: bool, use_async_quorum: bool
 ) -> None:
-    """0 and 1 train; 2 joins, heals and adds nothing to its first outer step; 1 leaves; 0 and 2 go
-    on. Two contribute to each outer step, so that sums are exact."""
+    """0 and 1 train; 2 joins and heals; 1 leaves; 0 and 2 go on. With a synchronous quorum 2 contributes to its
+    first outer step, which makes three: the order of their sum is Gloo's."""
     options: dict[str, Any] = {"weighted": weighted}
     if kind is DiLoCo:
         options.update(fragments=fragments, fragment_sync_delay=delay)
@@ -298,20 +300,13 @@ def test_members_change_at_outer_steps(
     script = Script(run, Schedule(sync_every, len(parts), delay))
     script.play(6 * slot)
     run.members[2] = run.new_member(2)  # at the global parameters, in slot 6
-    script.play(
-        slot,
-        lambda attempt, fragment: (
-            run.sent.pop(2, None),
-            run.weights.pop(2, None),
-            script.commit(fragment),
-        )[-1],
-    )
+    script.play(slot)
     if not use_async_quorum:
         script.play(1)
         del run.members[1]
         script.play(6 * slot - 1)
-        equal(zero, run)
-        equal(two, run)
+        equal(zero, run, rtol=1e-12, atol=1e-14)
+        equal(two, run, rtol=1e-12, atol=1e-14)
     for name, value in zero.globals().items():
         assert torch.equal(value, two.globals()[name])
     assert zero.manager.current_step() == two.manager.current_step() == 13
