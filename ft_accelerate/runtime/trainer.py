@@ -47,13 +47,14 @@ import logging
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ft_accelerate import seams
 from ft_accelerate.options import is_enabled
@@ -314,7 +315,7 @@ def _over_quorum(dist: Any) -> Any:
 # ------------------------------------------------------------------ checkpoints
 
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_starts: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary()
+_starts: MutableMapping[Any, Path] = WeakIdKeyDictionary()
 """The checkpoint that a Trainer's training has started from, if from one."""
 
 

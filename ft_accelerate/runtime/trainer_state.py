@@ -12,7 +12,10 @@ import dataclasses
 import json
 import weakref
 from collections import Counter
+from collections.abc import MutableMapping
 from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ft_accelerate.runtime.models import FollowsTheScript
 
@@ -155,7 +158,8 @@ class SharedTrainerState(FollowsTheScript):
         _count_as(trainer, found.get("counted", ""))
 
 
-_of: weakref.WeakKeyDictionary[Any, SharedTrainerState] = weakref.WeakKeyDictionary()
+_of: MutableMapping[Any, SharedTrainerState] = WeakIdKeyDictionary()
+"""By identity: a Trainer may be a dataclass (TRL has some), which has no hash."""
 
 
 def share(trainer: Any) -> SharedTrainerState:

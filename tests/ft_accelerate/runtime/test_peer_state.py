@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ft_accelerate.runtime.peer_state import Begun, dump, load_optimizer, moments, restore
-from ft_accelerate.runtime.trainer_state import SharedTrainerState
+from ft_accelerate.runtime.trainer_state import SharedTrainerState, share, shared_by
 
 
 def test_moments_keep_their_type_and_have_one_order() -> None:
@@ -184,3 +184,12 @@ def test_what_a_trainer_could_not_save_is_named() -> None:
     trainer.state.log_history.append({"loss": torch.zeros(())})
     with pytest.raises(TypeError, match=r"\(a logged row\) .* type Tensor is not"):
         shared.state_dict()
+
+
+def test_a_trainer_may_have_no_hash() -> None:
+    """Nor has a Trainer that is a dataclass, such as TRL's KTOTrainer of `trl.experimental`. Each is told from its equals."""
+    one, other = (Stub(callback_handler=Stub(callbacks=[])) for _ in range(2))
+    shared = share(one)
+    assert one == other
+    assert shared_by(one) is shared_by(one.callback_handler) is shared
+    assert shared_by(other) is None
