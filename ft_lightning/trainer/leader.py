@@ -495,20 +495,22 @@ class SkippedHooks:
         """Rank zero is here now: call what was skipped, of callbacks and of the module."""
         if not self._skipped:
             return
-        module = trainer.lightning_module
+        module, state = trainer.lightning_module, trainer.state
         skipped, self._skipped = self._skipped, {}
-        name = module._current_fx_name
+        name, stage = module._current_fx_name, state.stage
         try:
             for hook in ENDS:
                 if hook not in skipped:
                     continue
-                named = {"stage": trainer.state.fn} if hook == "setup" else {}
+                named = {"stage": state.fn} if hook == "setup" else {}
                 module._current_fx_name = hook
+                # in a validation, too, the training's hooks are called as in the training
+                state.stage = stage if "validation" in hook else type(stage)("train")
                 for callback in trainer.callbacks:
                     _call(callback, hook, (trainer, module, *skipped[hook]), named)
                 _call(module, hook, skipped[hook], named)
         finally:
-            module._current_fx_name = name
+            module._current_fx_name, state.stage = name, stage
 
     def watching(self, hooks: dict[str, Callable[..., None]]) -> dict[str, Callable[..., None]]:
         """Hooks of a callback that is called before all others, with `hooks` among them."""

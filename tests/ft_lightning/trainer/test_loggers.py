@@ -23,6 +23,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState
 from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -426,15 +427,19 @@ class Monitor(Callback):
 
     @rank_zero_only
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.called.append(f"setup {stage}")
+        self.called.append(f"setup {TrainerFn(stage).value}")
 
     @rank_zero_only
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.called.append("train")
+        self.called.append(trainer.state.stage.value)
 
     @rank_zero_only
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.called.append(f"batch {batch_idx}")
+
+    @rank_zero_only
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.called.append(trainer.state.stage.value)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.called.append("epoch")
@@ -450,7 +455,7 @@ class Module(LightningModule):
 
 @pytest.fixture
 def fit() -> Any:
-    state = SimpleNamespace(fn="fit")
+    state = TrainerState(fn=TrainerFn.FITTING, stage=RunningStage.VALIDATING)
     return SimpleNamespace(callbacks=[Monitor()], lightning_module=Module(), state=state)
 
 
@@ -463,17 +468,19 @@ def test_the_next_leader_calls_what_was_skipped_here_and_only_that(fit: Any) -> 
         skipped.begins("on_train_batch_start", "data", batch)
         if batch < 2:
             skipped.ends("on_train_batch_start")
+    skipped.begins("on_validation_start")
     ROLE.rank = 0
     skipped.run(fit)
     (monitor,) = fit.callbacks
-    assert monitor.called == ["setup fit", "train", "batch 2"]  # "epoch" has no guard
-    assert fit.lightning_module.started == 1
+    # "epoch" has no guard; each is called in its own stage, as Lightning calls it
+    assert monitor.called == ["setup fit", "train", "batch 2", "validate"]
+    assert fit.lightning_module.started == 1 and fit.state.stage == "validate"
     skipped.run(fit)
     ROLE.rank = 1  # it was evicted, and its peers train
     skipped.begins("on_train_batch_start", "data", 9)
     ROLE.rank = 0
     skipped.run(fit)
-    assert monitor.called[3:] == ["batch 9"]
+    assert monitor.called[4:] == ["batch 9"]
 
 
 def test_what_was_called_as_rank_zero_is_not_called_again(fit: Any) -> None:
