@@ -346,6 +346,11 @@ class Slot:
         over = (at for at in running if self._get(at + _TRAINING_AT) > 0)
         return self._at == min(over, default=-1)
 
+    def none_has_trained(self) -> bool:
+        """Whether no other process that lives has come to a training of the script: none has become the leader.
+        Never where other machines train, too."""
+        return self.whole and not any(self._get(at + _TRAINING_AT) for at in self._others())
+
     def await_leader(self, number: int) -> None:
         """Wait until the process that writes for all has come to the end of training `number`, or is dead.
         Not where other machines train, too."""

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._pytree import tree_map
 
 from ft_core.errors import GroupBroken
+from ft_core.launch import board
 from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
 from ft_lightning.shared.launch_env import ends_folder
@@ -86,6 +87,18 @@ def without_quorum(trainer: Any, scope: Scope, *, on_board: bool = False) -> boo
     leads = scope.index == 0 and scope.group_rank == 0 and not risky and not on_board
     act_as_leader(leads, scope)
     if leads:
+        keep_logs(trainer)
+    return leads
+
+
+def leads_again(trainer: Any, scope: Scope) -> bool:
+    """Whether this process, which evaluates before any training, writes though it is not a fresh start.
+
+    It wrote before it died, and none of the others has: until a training tells, it is the first one.
+    """
+    leads = scope.rank == 0 and scope.restarts > 0 and board.slot().none_has_trained()
+    if leads:
+        act_as_leader(True, scope)
         keep_logs(trainer)
     return leads
 

@@ -196,16 +196,14 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             leader.refuse_search(trainer)
 
     def setup_environment(self) -> None:
-        """Called by Lightning before callbacks and loggers are set up: decide whether this
-        process writes, and whether an earlier run is resumed."""
+        """Called by Lightning before callbacks and loggers: decide who writes and what is resumed."""
         if self.scope.world_size > 1:
             # Before callbacks are set up, which disables bars where rank zero is not.
             self._shows_bar = getattr(self._trainer.progress_bar_callback, "is_enabled", False)
             if self.scope.local_rank == 0:
                 subject = f"{os.path.abspath(sys.argv[0])} {self._job.job_id}"
-                self._preparing = Preparing(
-                    subject, self._trainer.datamodule, self.lightning_module
-                )
+                data, model = self._trainer.datamodule, self.lightning_module
+                self._preparing = Preparing(subject, data, model)
         self._setup_stock_environment()
         if self._trainer.state.fn == "fit":
             dummy = self._from("fabric.loggers.logger")._DummyExperiment
@@ -229,6 +227,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         elif self._over and (rows := later_rows()) is not None:
             ranks, first = self._in_group, self.scope.group_rank == 0
             rows.begin(self._trainer, lambda: self.is_global_zero, ranks, waits=first)
+        elif self._training is None and leader.leads_again(self._trainer, self.scope):
+            self._leader = True
 
     def _setup_stock_environment(self) -> None:
         super().setup_environment()

@@ -156,6 +156,17 @@ def test_the_first_that_is_left_after_the_training_takes_over() -> None:
         assert takers() == [2]
 
 
+def test_whether_another_process_has_come_to_a_training() -> None:
+    with board_of(2) as made:
+        mine, other = slots_of(made, 2)
+        mine.training(1, over=False)
+        assert mine.none_has_trained() and not other.none_has_trained()
+        other.training(1, over=False)
+        assert not mine.none_has_trained()
+        made.died(1)
+        assert mine.none_has_trained()
+
+
 def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
     """Not even for one that is in the next training already, nor for one that was stopped beside its successor."""
     with board_of(3) as made:

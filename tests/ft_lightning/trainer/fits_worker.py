@@ -234,7 +234,7 @@ def main(options: dict[str, Any]) -> None:
     if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
         files.begin_life()
         files.ready()
-    for number in range(1, options["fits"] + 1):
+    for number in range(1, max(1, options["fits"]) + 1):
         if number == 1 or not options["again"]:
             model, trainer = make(options, files, number)
         else:
@@ -243,6 +243,8 @@ def main(options: dict[str, Any]) -> None:
         if number == 1 and options["validates_first"]:
             trainer.validate(model, data(-number), verbose=False)
             files.at("before")
+        if not options["fits"]:
+            return
         loaders = (
             ()
             if options["counts"] == "model"

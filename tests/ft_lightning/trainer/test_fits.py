@@ -646,6 +646,24 @@ def test_the_leader_dies_in_the_last_evaluation_and_the_other_is_at_its_end(tmp_
     assert done["leader"]
 
 
+def test_the_first_one_dies_in_an_evaluation_before_any_fit_and_logs_it_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    """Also where the script has no fit. No process wrote, and the exit code was 0."""
+    options: dict[str, Any] = {"fits": 0, "devices": 2, "validates_first": True}
+    with running(tmp_path, worker=WORKER, holds=["validate:1", "life:2"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "validate:1")
+        os.kill(run.lives(0)[0], signal.SIGKILL)
+        run.go("life:2")
+        run.until(lambda: len(run.lives(0)) == 2, "its next life")
+        run.go("validate:1")
+        run.wait(supervisor)
+    (rows,) = [path.read_text() for path in tmp_path.glob("lightning_logs/*/metrics.csv")]
+    assert rows.splitlines()[0].count("val_loss") == 1 and len(rows.splitlines()) == 2
+
+
 def test_the_leader_dies_in_a_hook_of_an_evaluations_end(tmp_path: Path) -> None:
     """As a `BasePredictionWriter` that writes on epoch end. The other had been through that hook, and wrote nothing
     there: what the leader had not written was missing, and the exit code was 0."""
