@@ -349,7 +349,10 @@ class Slot:
     def none_has_trained(self) -> bool:
         """Whether no other process that lives has come to a training of the script: none has become the leader.
         Never where other machines train, too."""
-        return self.whole and not any(self._get(at + _TRAINING_AT) for at in self._others())
+        return self.whole and not any(
+            self._get(at + _JOINED_AT) or self._get(at + _TRAINING_AT) not in (0, SCRIPT)
+            for at in self._others()  # one that has `finished` need not have trained
+        )
 
     def await_leader(self, number: int) -> None:
         """Wait until the process that writes for all has come to the end of training `number`, or is dead.

@@ -165,6 +165,13 @@ def test_whether_another_process_has_come_to_a_training() -> None:
         assert not mine.none_has_trained()
         made.died(1)
         assert mine.none_has_trained()
+        made.clear(1)
+        made.finished(1)
+        assert mine.none_has_trained(), "its script has no training"
+        made.clear(1)
+        slots_of(made, 2)[1].join()
+        made.finished(1)
+        assert not mine.none_has_trained()
 
 
 def test_no_process_waits_for_a_leader_that_is_past_that_training() -> None:
