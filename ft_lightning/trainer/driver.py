@@ -425,7 +425,8 @@ class StepDriver:
             # The vote announces it: the next quorum is formed without this group at once.
             self._before_leaving()
             self._manager.leave_after_step()
-        ends = self._any_ends()
+        # In vain, a peer may be at another collective: it has retried all that came before its gradients.
+        ends = None if self._is_in_vain() else self._any_ends()
         control = self._decisions.control(self._votes)
         self.last_committed = self._should_commit(control=control, admits=self._batch_follows())
         self.open = False

@@ -318,6 +318,27 @@ def test_it_dies_in_the_validation_after_batches_by_hand_that_had_no_update(
     assert synced[0] == synced[1]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_it_dies_in_a_backward_behind_a_mean_that_waits_for_it(
+    tmp_path: Path, lighthouse: str, stream: bool
+) -> None:
+    """Its peer waits with the gradients of a step that can't be committed without it, and it, when it is back, with
+    the batch's mean. Over a stream a vote says, too, which batch is the last one."""
+    options = {"synced": True, "stream": stream, "strategy_options": {"min_replicas": 2}}
+    norms = []
+    for dies in ({}, {"3": 1}):
+        (folder := tmp_path / f"{len(dies)}").mkdir()
+        with running(folder, lighthouse, dies=dies, **options) as run:
+            zero, one = run.start(0), run.start(1)
+            if dies:
+                assert one.wait() == -signal.SIGKILL
+                one = run.start(1)
+            run.wait(zero, one)
+            norms += [{line["step"]: line["norm"] for line in run.lines(i)} for i in (0, 1)]
+    assert all(seen == norms[0] for seen in norms[1:])
+    assert [*norms[0]] == list(range(1, 2 * BATCHES + 1))
+
+
 def test_sigterm_leaves_without_a_discard(tmp_path: Path, lighthouse: str) -> None:
     events = tmp_path / "events.jsonl"
     with running(tmp_path, lighthouse, holds=["step:6"], max_epochs=3) as run:

@@ -43,6 +43,7 @@ OPTIONS: dict[str, Any] = {
     "samples": 152,
     "batch_size": 4,
     "stream": False,  # data of unknown length, which keeps its place
+    "synced": False,  # each batch's loss is logged as the mean over all
     "accumulate": 1,
     "validates": 1.0,  # each so many batches; a float: that part of an epoch
     "step_delay_s": 0.0,
@@ -118,7 +119,7 @@ class Model(LightningModule):
         if self.options["momentum"]:
             loss = loss + nn.functional.mse_loss(self.net(batch[0]), self.slow(batch[0]))
         self.perhaps_die(loss)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=self.options["synced"])
         if self.options["gan"] and batch_idx % 2 == 0:
             for optimizer in self.optimizers():
                 optimizer.zero_grad()
