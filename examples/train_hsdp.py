@@ -30,7 +30,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ft_core import Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL, replicate
+from ft_core import (
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    init_process_group,
+    replicate,
+)
 from ft_core.launch.rank_group import group_command
 from lighthouse import LighthouseServer
 
@@ -94,12 +101,10 @@ def train() -> None:
         torch.cuda.set_device(device)
         if torch.cuda.device_count() < GROUPS * RANKS:  # NCCL takes one process a GPU and host
             os.environ["NCCL_HOSTID"] = str(number)
-        # Else torch's monitor ends a process 8 minutes after an error between groups (torch 2.11 to 2.13).
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     torch.set_num_threads(1)
 
     # ---- inside the group: FSDP2 over its ranks, with a process group of torch's own
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    init_process_group("nccl" if on_gpus else "gloo")
     names = ("shard", "tensor")
     mesh = init_device_mesh(device.type, (SHARDS, args.tensor), mesh_dim_names=names)
     torch.manual_seed(group)  # replica groups may start with different weights

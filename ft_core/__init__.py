@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         ProcessGroupNCCL,
     )
     from ft_core.replica.status import WorldSizeMode
+    from ft_core.shell.group_store import init_process_group
 
 __version__ = "0.1.0"
 
@@ -64,6 +65,7 @@ _HOMES = {
     "StepInDoubt": "ft_core.errors",
     "TooManyDiscards": "ft_core.errors",
     "WorldSizeMode": "ft_core.replica.status",
+    "init_process_group": "ft_core.shell.group_store",
     "replicate": "ft_core.collectives.sharded",
 }
 
@@ -89,6 +91,7 @@ __all__ = [
     "StepInDoubt",
     "TooManyDiscards",
     "WorldSizeMode",
+    "init_process_group",
     "replicate",
 ]
 

@@ -44,7 +44,7 @@ from ft_core.launch.supervisor import say
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.replica.status import Participation, RanksHold
-from ft_core.shell.group_server import group_store
+from ft_core.shell.group_store import store_of_life
 from ft_core.shell.intra_group import OPEN_TIMEOUT_S, IntraGroup
 from ft_core.shell.local_lighthouse import DEFAULT_PORT
 from lighthouse.client import LighthouseClient
@@ -183,14 +183,16 @@ class GroupRanks:
             # A world of this process alone, which no other's end can break; it needs no port.
             return {"rank": 0, "world_size": 1, "store": dist.HashStore()}
         place = self.place
-        store = group_store(
-            place.master_addr, place.master_port, OPEN_TIMEOUT_S, hosts=place.group_rank == 0
+        rank, size = place.group_rank, place.group_world_size
+        store = store_of_life(
+            place.master_addr,
+            place.master_port,
+            timedelta(seconds=OPEN_TIMEOUT_S),
+            life=self.restarts,
+            rank=rank,
+            size=size,
         )
-        return {
-            "rank": place.group_rank,
-            "world_size": place.group_world_size,
-            "store": dist.PrefixStore(f"ft_accelerate/{self.restarts}", store),
-        }
+        return {"rank": rank, "world_size": size, "store": store}
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of each process of the group, in their order."""

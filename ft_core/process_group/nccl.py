@@ -163,7 +163,7 @@ class ClassicCudaDevice(CudaDevice):
         if "nccl" in backends and os.environ.get(_DUMP) not in ("0", "n", "no", "false"):
             _log.warning(
                 "torch's monitor of this replica group's own NCCL group ends the process 8 minutes after "
-                f"an error in any NCCL group: set {_DUMP}=0 before init_process_group"
+                f"an error in any NCCL group: make it with ft_core.init_process_group, or set {_DUMP}=0 before"
             )
 
     def new_backend(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast, get_args
@@ -35,13 +33,14 @@ from ft_core.replica.group_leader import (
     rank_of,
 )
 from ft_core.replica.status import INITIAL, RanksHold
+from ft_core.shell.group_store import group_store, next_key
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import MOST_STRANGERS, Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
-from lighthouse.own_address import bracketed, resolve
+from lighthouse.own_address import bracketed
 from lighthouse.sockets import ServerLimits, Waiter
-from lighthouse.waits import READ_S, Overdue, in_time
+from lighthouse.waits import READ_S, Overdue
 from lighthouse.wire import codec
 from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Request
 
@@ -50,9 +49,6 @@ log = logging.getLogger("ft_core")
 IN_GROUP_SILENCE_S = 5.0
 """A rank that is silent for this long ends its whole group, which must then be restarted. Towards the
 lighthouse a silence costs one step and is noticed much sooner; here a busy machine must not do it."""
-
-HOSTED = timedelta(seconds=20)
-"""For a store that is there, and which answers however busy it is."""
 
 _REQUESTS: tuple[type, ...] = get_args(Request)
 
@@ -407,93 +403,3 @@ class GroupRendezvous:
 def _left(deadline: float) -> timedelta:
     """How long to wait for keys. Those that are there are read, also by a process that was stopped."""
     return timedelta(seconds=max(READ_S, deadline - time.monotonic()))
-
-
-def _of_this_machine(store_addr: str, store_port: int) -> int | None:
-    """A listening socket for a store that only processes of this machine are to reach; None: for others,
-    too, or the port is taken. Without it torch listens on all interfaces, and keeps each connection."""
-    try:
-        if not ipaddress.ip_address(store_addr).is_loopback:
-            return None
-        family = socket.AF_INET6 if ":" in store_addr else socket.AF_INET
-        return socket.create_server((store_addr, store_port), family=family, backlog=4096).detach()
-    except (ValueError, OSError):  # a name; or this process has the store already
-        return None
-
-
-def next_key(store: Any, here: str, rank: int) -> str:
-    """A key of a replica group's store, under `here`: ranks that ask for theirs in one order get the same ones.
-
-    The store counts, and no process: one at the address of an earlier one begins anew.
-    """
-    return f"{here}/{store.add(f'{here}/asked by rank {rank}', 1)}"
-
-
-def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:
-    """The replica group's store. `hosts`: this rank (number 0) runs it, unless the launcher does.
-
-    Waits up to `timeout_s` for another process' store, as each `get` does for its key. Raises ValueError
-    for a missing address, RuntimeError if the port is another program's and that had 20 s to answer, or as
-    the store does.
-    """
-    if not store_addr or not store_port:
-        raise ValueError(
-            "a replica group of several ranks needs its rendezvous store: set MASTER_ADDR and "
-            "MASTER_PORT (torchrun does) or pass store_addr and store_port"
-        )
-    import torch.distributed as dist
-
-    where, timeout = (store_addr, store_port), timedelta(seconds=timeout_s)
-    if hosts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        limit = max(timeout, HOSTED)
-        try:
-            # Tenants: torch's default group of this process may have the same store.
-            store = _reach_store(
-                *where,
-                limit,
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=_of_this_machine(*where),
-            )
-            store.set_timeout(timeout)
-            return store
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            # Another process listens there: the store's, or a stranger.
-            try:
-                _reach_store(*where, min(timeout, HOSTED))
-            except dist.DistError:
-                if timeout < HOSTED:  # a store may not have had the time to answer
-                    raise
-                raise RuntimeError(
-                    f"rank 0 can't run its replica group's store at {store_addr}:{store_port}, and what "
-                    f"listens there is no store: start the group again with another MASTER_PORT ({error})"
-                ) from error
-    return _reach_store(*where, timeout)
-
-
-def _reach_store(store_addr: str, store_port: int, limit: timedelta, **options: Any) -> Any:
-    """A store, within `limit`, which is also that of its calls. In a thread: torch tries for up to twice as
-    long, waits without end for what accepts a connection and says nothing, and hears no signal."""
-    import torch.distributed as dist
-
-    made, over = Future[Any](), threading.Event()
-
-    def make() -> None:
-        try:
-            made.set_result(dist.TCPStore(store_addr, store_port, None, timeout=limit, **options))
-        except Exception as error:
-            made.set_exception(error)
-        over.set()
-
-    threading.Thread(target=make, name="ft_core store", daemon=True).start()
-    if in_time(over.wait, time.monotonic() + limit.total_seconds()):
-        return made.result()
-    why = "it is MASTER_ADDR and MASTER_PORT"
-    try:
-        resolve(store_addr, store_port)
-    except ValueError as error:
-        why = str(error)
-    raise dist.DistNetworkError(f"no store answers at {store_addr}:{store_port}; {why}")

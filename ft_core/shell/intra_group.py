@@ -28,7 +28,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.heal import HealKey, HealServer, fetch
 from ft_core.heal.objects import naming_option
-from ft_core.shell.group_server import group_store, next_key
+from ft_core.shell.group_store import group_store, next_key
 from lighthouse.config import MOST_STRANGERS
 from lighthouse.own_address import advertised_host, bracketed
 

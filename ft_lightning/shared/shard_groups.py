@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ft_core.process_group.nccl import outlive_nccl_errors
-from ft_core.shell.group_server import group_store
+from ft_core.shell.group_store import store_of_life
 from ft_lightning.shared.launch_env import LaunchEnv
 from ft_lightning.shared.step_collectives import ShardRanks
 from ft_lightning.shared.strategy_base import NoLongerLeads, StrategyBase
@@ -40,7 +40,6 @@ class ShardGroupMixin(StrategyBase):
 
     _stock_name = "ModelParallelStrategy"
     _ranks_hold = "shards"
-    _store: Any = None
     # Of Lightning's strategy:
     _data_parallel_size: Any
     _tensor_parallel_size: Any
@@ -118,15 +117,10 @@ class ShardGroupMixin(StrategyBase):
                 )
             return
         timeout: Any = self._timeout
-        self._store = dist.HashStore()
-        if size > 1:
-            store = group_store(
-                scope.store_addr,
-                scope.store_port,
-                timeout.total_seconds(),
-                hosts=scope.group_rank == 0,
-            )
-            self._store = dist.PrefixStore(f"ft_lightning/{scope.restarts}", store)
+        where = scope.store_addr, scope.store_port
+        store = store_of_life(
+            *where, timeout, life=scope.restarts, rank=scope.group_rank, size=size
+        )
         backend = self._process_group_backend
         find = self._from("fabric.utilities.distributed")
         device = self.root_device
@@ -134,7 +128,7 @@ class ShardGroupMixin(StrategyBase):
         outlive_nccl_errors(backend)
         dist.init_process_group(
             backend,
-            store=self._store,
+            store=store,
             rank=scope.group_rank,
             world_size=size,
             timeout=timeout,

@@ -16,7 +16,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch.rank_group import free_port
 from ft_core.replica.group_leader import peer_of
-from ft_core.shell import group_server
+from ft_core.shell import group_store
 from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer, Leader
 from lighthouse.config import MOST_STRANGERS, LighthouseConfig, split_address
 from lighthouse.server import LighthouseServer
@@ -149,7 +149,7 @@ def test_a_store_that_is_not_there_is_waited_for_as_long_as_is_said(
         for name, value in {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": where}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        monkeypatch.setattr(group_server, "HOSTED", timedelta(seconds=1))
+        monkeypatch.setattr(group_store, "HOSTED", timedelta(seconds=1))
         options = JobOptions.resolve(lighthouse="tcp://127.0.0.1:1")
         with pytest.raises(QuorumUnavailable, match=f"{why}.* left over from another job"):
             GroupRendezvous(options).meet("lineage", 1.0, str)
@@ -159,9 +159,9 @@ def test_rank_0_does_not_wait_at_a_port_whose_owner_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It accepts, and is no store: torch waits without end."""
-    monkeypatch.setattr(group_server, "HOSTED", timedelta(seconds=1))
+    monkeypatch.setattr(group_store, "HOSTED", timedelta(seconds=1))
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(RuntimeError, match="what listens there is no store"),
     ):
-        group_server.group_store("127.0.0.1", silent.getsockname()[1], 60.0, hosts=True)
+        group_store.group_store("127.0.0.1", silent.getsockname()[1], 60.0, hosts=True)

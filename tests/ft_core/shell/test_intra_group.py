@@ -22,7 +22,7 @@ import torch
 from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import free_port
-from ft_core.shell import group_server, intra_group
+from ft_core.shell import group_store, intra_group
 from ft_core.shell.intra_group import Door, IntraGroup
 
 
@@ -189,7 +189,7 @@ def test_a_rank_gets_in_where_strangers_take_all_descriptors(
 
 def test_a_store_s_port_that_a_stranger_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks would wait at it for days."""
-    monkeypatch.setattr(group_server, "HOSTED", timedelta(seconds=1))
+    monkeypatch.setattr(group_store, "HOSTED", timedelta(seconds=1))
     with socket.create_server(("", 0)) as stranger, ThreadPoolExecutor(1) as pool:
 
         def turn_away() -> None:
@@ -200,7 +200,7 @@ def test_a_store_s_port_that_a_stranger_has_is_an_error(monkeypatch: pytest.Monk
         pool.submit(turn_away)
         port = stranger.getsockname()[1]
         with pytest.raises(RuntimeError, match="what listens there is no store"):
-            group_server.group_store("127.0.0.1", port, 60.0, hosts=True)
+            group_store.group_store("127.0.0.1", port, 60.0, hosts=True)
         stranger.shutdown(socket.SHUT_RDWR)
 
 
@@ -213,9 +213,9 @@ def test_a_store_s_port_is_none_that_the_kernel_gives_to_others() -> None:
 def test_a_store_of_one_machine_is_not_there_for_others() -> None:
     """torch listens on all interfaces, unless it is given a socket."""
     port = free_port()
-    store = group_server.group_store("127.0.0.1", port, 60.0, hosts=True)
+    store = group_store.group_store("127.0.0.1", port, 60.0, hosts=True)
     store.set("key", "value")
-    other = group_server.group_store("127.0.0.1", port, 60.0, hosts=True)  # a tenant
+    other = group_store.group_store("127.0.0.1", port, 60.0, hosts=True)  # a tenant
     assert other.get("key") == b"value"
     where = f":{port:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
