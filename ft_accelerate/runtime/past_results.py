@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_accelerate.runtime.script_position import ScriptPosition
+from ft_accelerate.runtime.script_position import ANOTHER_PATH, ScriptPosition
 from ft_core.heal.format import Node, pack_node, unpack_node
 
 LARGEST = 64 * 1024
@@ -88,6 +88,23 @@ class PastResults:
         position = self._position
         inner = position.active[-1] if position.active else None
         return (position.iterations, *((-1, 0) if inner is None else (inner.seq, inner.yielded)))
+
+
+def refuse_unlike(what: str, own: Any, theirs: Any) -> Any:
+    """`theirs`, which answers an operation of the window in which the script is. Raises RuntimeError if that was another
+    operation of this kind. (Sizes may differ: a script that has entered an epoch has collected less than its peers.)
+    """
+    mine, others = _like(own), _like(theirs)
+    if mine != others and mine and others:
+        here = f"it comes to {what} of {mine}, they came to one of {others}"
+        raise RuntimeError(ANOTHER_PATH.format(here))
+    return theirs
+
+
+def _like(result: Any) -> str:
+    """The kind of tensor that a result is, or its first row; "": none."""
+    value = result[0] if isinstance(result, list) and result else result
+    return f"{value.dim()} dimensions of {value.dtype}" if isinstance(value, Tensor) else ""
 
 
 def _node(result: Any) -> Node:

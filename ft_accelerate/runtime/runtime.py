@@ -38,7 +38,7 @@ from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, OwnWrites, Saves, TrackerRuns
 from ft_accelerate.runtime.means import Means
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel, Prepared, freeze, thaw
-from ft_accelerate.runtime.past_results import PastResults
+from ft_accelerate.runtime.past_results import PastResults, refuse_unlike
 from ft_accelerate.runtime.script_position import (
     CAUGHT,
     EARLY,
@@ -399,8 +399,8 @@ class Runtime:
             return result
         if self.position.phase is Phase.FAST_FORWARD:
             return self.past.answer(kind.what, alone)
-        result = self.position.replay_op(kind.what)
-        return alone() if result is None else result
+        theirs, own = self.position.replay_op(kind.what), alone()
+        return own if theirs is None else refuse_unlike(kind.what, own, theirs)
 
     def begin_early(self, kind: Kind, attempt: Attempt) -> Any:
         """Begin what a later `operation` of this kind ends; `unfinished` must say how.

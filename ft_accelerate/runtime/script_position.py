@@ -31,7 +31,7 @@ beginning, batches that it had yielded before).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -244,14 +244,23 @@ class ScriptPosition:
     # ------------------------------------------------------------------ loaders
 
     @property
+    def _resumes_in(self) -> Iteration | None:
+        """The first pass under way, without those of training that are over, though not closed (`under_way`)."""
+        before = 0 if self.window is None else self.window[0]
+        left = [i for i in self.active if i.seq >= before or i.yielded != i.length]
+        return left[0] if left else None
+
+    @property
     def resumes_at(self) -> int:
         """The first pass of a script that resumes from what is saved here."""
-        return self.active[0].seq if self.active else self.iterations
+        iteration = self._resumes_in
+        return self.iterations if iteration is None else iteration.seq
 
     @property
     def resumes_behind(self) -> bool:
         """Whether all of that pass was read."""
-        return bool(self.active) and self.active[0].yielded == self.active[0].length
+        iteration = self._resumes_in
+        return iteration is not None and iteration.yielded == iteration.length
 
     def resume_at(self, seq: int, *, behind: bool = False) -> None:
         """What the script has loaded was saved there, or `behind` that pass's last batch: one that leaves nothing out
@@ -294,8 +303,13 @@ class ScriptPosition:
 
     @property
     def under_way(self) -> int:
-        """The first pass that is not over; UNKNOWN: none."""
-        return self.active[0].seq if self.active else UNKNOWN
+        """The first pass that is not over; UNKNOWN: none. One whose iterator something holds (Trainer's loop over an
+        epoch, in the traceback of an error of communication) is not closed in this process, and is over all the same:
+        one before that of the window, or one of which all was read, with another behind it."""
+        first = 0 if self.window is None else self.window[0]
+        passes = [iteration for iteration in self.active if iteration.seq >= first]
+        read_on = [iteration for iteration in passes if iteration.yielded != iteration.length]
+        return (read_on or passes[-1:])[0].seq if passes else UNKNOWN
 
     def align(self, passes: int, under_way: int) -> None:
         """At this event one process has begun `passes`, the fewest, and one is in `under_way`, the lowest. What is more
@@ -303,16 +317,28 @@ class ScriptPosition:
         make it, so it counts for nothing."""
         extra = self.under_way - under_way if under_way != UNKNOWN else 0
         if extra > 0:
-            first = self.under_way
-            for iteration in self.active:
-                iteration.seq -= extra
-            self.trainings = [seq - extra if seq >= first else seq for seq in self.trainings]
-            if self.window is not None and self.window[0] >= first:
-                self.window = self.window[0] - extra, self.window[1]
+            self._renumber(self.under_way, extra)
         if extra > 0 or self.iterations > passes:
             own = under_way if extra > 0 else passes
             self.lengths = {seq: length for seq, length in self.lengths.items() if seq < own}
-            self.iterations = min(self.iterations, passes)
+        if self.iterations > passes:
+            self._renumber(self.iterations, self.iterations - passes)
+            self.iterations = passes
+
+    def _renumber(self, first: int, extra: int) -> None:
+        """The pass `first`, begun or not, and later ones have so much lower numbers."""
+
+        def number(seq: int) -> int:
+            return seq - extra if seq >= first else seq
+
+        for iteration in self.active:
+            iteration.seq = number(iteration.seq)
+        self.trainings = [number(seq) for seq in self.trainings]
+        self.epochs = [replace(epoch, first_pass=number(epoch.first_pass)) for epoch in self.epochs]
+        if self.window is not None:
+            self.window = number(self.window[0]), self.window[1]
+        if self.leaves is not None:
+            self.leaves = number(self.leaves)
 
     def trains_in(self, iteration: Iteration) -> bool:
         """Whether this pass is one of training, though the model is not in training mode: scripts, and Trainer with

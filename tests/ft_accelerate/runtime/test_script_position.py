@@ -15,6 +15,7 @@ from ft_accelerate.runtime.checkpoints import POSITION_FILE, SavedPosition
 from ft_accelerate.runtime.leadership import main_of
 from ft_accelerate.runtime.models import COPIED_BYTES, FaultTolerantModel, freeze, thaw
 from ft_accelerate.runtime.script_position import (
+    UNKNOWN,
     Elsewhere,
     Epoch,
     Iteration,
@@ -67,6 +68,55 @@ def test_passes_that_one_process_has_made_alone_are_not_counted() -> None:
     position.finish(position.active[-1], has_length=True)
     position.align(other.iterations, other.under_way)
     assert position.describe("op") == other.describe("op")
+
+
+def test_a_pass_whose_iterator_one_process_keeps_is_over_for_all() -> None:
+    """What holds it: the frame of a loop over an epoch, in the traceback of an error of communication."""
+    keeps, other = ScriptPosition(), ScriptPosition()
+    for each in (keeps, other):
+        each.leaves = each.iterations
+        first = each.begin(None)
+        first.length = 2
+        each.open_window(first)
+        first.yielded = 2
+        each.step_taken()
+        if each is other:
+            each.finish(first, has_length=True)
+    evaluations = [each.begin(None) for each in (keeps, other)]
+    other.align(keeps.iterations, min(keeps.under_way, other.under_way))
+    assert [iteration.seq for iteration in evaluations] == [1, 1]
+    for each, evaluation in zip((keeps, other), evaluations, strict=True):
+        each.finish(evaluation, has_length=True)
+        each.leaves = each.iterations
+        each.open_window(each.begin(None))
+        each.step_taken()
+    other.align(keeps.iterations, min(keeps.under_way, other.under_way))
+    assert other.window == keeps.window == (2, 0)
+    assert other.under_way == other.leaves == other.resumes_at == keeps.resumes_at == 2
+    assert not keeps.resumes_behind
+
+
+def test_an_epoch_has_the_number_of_its_pass_after_one_process_has_evaluated_alone() -> None:
+    position, other = ScriptPosition(), ScriptPosition()
+    run_to(position, [2])
+    position.finish(position.active[0], has_length=True)
+    for each in (position, other):
+        each.leaves = each.iterations
+        each.begin_epoch(0)
+    position.align(other.iterations, UNKNOWN)  # an operation before its first batch
+    assert position.leaves == position.epochs[0].first_pass == position.begin(None).seq == 0
+
+    run_to(position, [2])
+    position.finish(position.active[-1], has_length=True)
+    other.begin(None)
+    for each in (position, other):
+        each.finish(each.active[0], has_length=True)
+        each.leaves = each.iterations
+        each.begin_epoch(1)
+        each.open_window(each.begin(None))
+    position.align(other.iterations, other.under_way)
+    assert position.leaves == position.active[0].seq == 1
+    assert position.describe("grad") == other.describe("grad")
 
 
 def test_a_fast_forward_arrives_at_the_window_and_goes_live() -> None:
