@@ -228,7 +228,8 @@ class ScriptPosition:
     tries: bool = False
     """Whether the script is within a search for a batch size."""
     leaves: int | None = None
-    """The pass whose loop `Elsewhere` leaves, and may enter in its middle; None: none."""
+    """The pass whose loop `Elsewhere` leaves, and may enter in its middle; None: none. UNKNOWN: it comes, behind what
+    the script does between two epochs (an evaluation in a callback), where none may be entered."""
     _raised: tuple[int, int] = (0, 0)
     """An event, and the backward passes that have raised since."""
     _ended: int | None = None
@@ -516,7 +517,8 @@ class ScriptPosition:
         if self.given_up:
             return None
         begun = [epoch for epoch in target.epochs if epoch[1] <= target.window[0]]
-        if not begun or (self.leaves is not None and begun[-1][1] != target.window[0]):
+        within = self.leaves not in (None, UNKNOWN)
+        if not begun or (within and begun[-1][1] != target.window[0]):
             return None
         return Epoch(begun[-1][0], begun[-1][1], tuple(begun[-1][2]))
 
@@ -532,7 +534,7 @@ class ScriptPosition:
 
         True: batches were skipped. Raises `Elsewhere` where that leaves the loop.
         """
-        if self.entry is None:
+        if self.entry is None or self.leaves == UNKNOWN:
             return False
         assert self.target is not None and self.target.window is not None
         seq, batch = self.target.window
@@ -597,6 +599,8 @@ class ScriptPosition:
         """
         target = self.target
         if self.phase is not Phase.FAST_FORWARD or target is None or target.window is None:
+            return False
+        if self.leaves == UNKNOWN:
             return False
         seq, batch = target.window
         if (iteration.seq, iteration.yielded) != (seq, batch):

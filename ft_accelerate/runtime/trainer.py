@@ -65,7 +65,7 @@ from ft_accelerate.runtime.checkpoints import FOLDER, publish
 from ft_accelerate.runtime.divided_data import index_sampler, skips_by_index
 from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
-from ft_accelerate.runtime.script_position import Elsewhere, Phase, ScriptPosition
+from ft_accelerate.runtime.script_position import UNKNOWN, Elsewhere, Phase, ScriptPosition
 from ft_accelerate.runtime.succession import owed_hooks
 from ft_accelerate.runtime.trainer_state import share, shared_by
 from ft_accelerate.seams import Seam
@@ -573,7 +573,8 @@ def _run_epoch(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs:
             except Elsewhere:
                 continue
     finally:
-        position.leaves = None
+        # Callbacks come before the next epoch. What they evaluate on the way to the peers' epoch is no pass of it.
+        position.leaves = None if position.entry is None else UNKNOWN
 
 
 @contextmanager

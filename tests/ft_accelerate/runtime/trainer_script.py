@@ -210,6 +210,15 @@ class SaveBetter(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"best": self.best}}
 
 
+class EvaluateFirst(TrainerCallback):
+    """Evaluates where each epoch begins."""
+
+    trainer: Trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.evaluate()
+
+
 class EpochsBatches(BatchSampler):
     """Batches in an order that follows from `set_epoch`, as those of sentence-transformers."""
 
@@ -266,6 +275,7 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--stop_at", type=int, default=-1)
     parser.add_argument("--save_better", action="store_true")
+    parser.add_argument("--evaluate_each_first", action="store_true")
     parser.add_argument("--epochs_batches", action="store_true")
     parser.add_argument("--await_late", action="store_true")
     options = parser.parse_args()
@@ -329,6 +339,10 @@ def main() -> None:
         eval_dataset=Sources(["bisect", "calendar"], options.evaluated),
         callbacks=callbacks,
     )
+    if options.evaluate_each_first:
+        first = EvaluateFirst()
+        first.trainer = trainer
+        trainer.add_callback(first)
     if options.evaluate_first:
         trainer.remove_callback(tracker)  # its run begins with the training
         trainer.evaluate()
