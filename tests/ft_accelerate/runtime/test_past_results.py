@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_accelerate.runtime.past_results import LARGEST, MAX_BYTES, PastResults
+from ft_accelerate.runtime.past_results import LARGEST, MAX_BYTES, PastResults, refuse_unlike
 from ft_accelerate.runtime.script_position import ScriptPosition
 
 
@@ -88,3 +88,13 @@ def test_the_memory_is_bounded() -> None:
         past.add("gather", [bytes(LARGEST)], LARGEST)
     assert len(past.dump()) < 1.1 * MAX_BYTES
     assert len(moved(past).dump()) == len(past.dump())
+
+
+def test_a_result_of_another_operation_of_the_same_kind_is_refused() -> None:
+    sizes, count = [torch.tensor([4, 2])], [torch.tensor(3)]
+    with pytest.raises(RuntimeError, match=r"another path .*1 dimensions .* they came to one of 0"):
+        refuse_unlike("gather", sizes, count)
+    assert refuse_unlike("gather", count, count) is count
+    assert refuse_unlike("an exchange of objects", [b""], [b"a"]) == [b"a"]
+    shorter = [torch.zeros(2)]  # a script that has entered an epoch has collected less
+    assert len(refuse_unlike("gather", shorter, [torch.zeros(5)])[0]) == 5
