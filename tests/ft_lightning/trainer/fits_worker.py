@@ -43,6 +43,7 @@ OPTIONS: dict[str, Any] = {
     "unlike": False,  # the groups begin with weights of their own
     "scores": [],  # of each epoch's validation: the checkpoint with the lowest is the best, and is kept
     "save_last": False,  # in a file of one name, too
+    "saves_each": 0,  # each so many steps, which is before the validation behind them
     "keeps_all": False,  # another callback saves each epoch, behind the first one
     "grows": 0,  # the data: with each so many epochs loaders of more samples are asked for
     "counts": "",  # ... by what the "data" module or the "model" has counted, which gives them, not by the epoch
@@ -206,6 +207,8 @@ def make(options: dict[str, Any], files: Log, number: int) -> tuple[Model, Train
     callbacks: list[Callback] = [StochasticWeightAveraging(0.01, 1)] if options["averages"] else []
     callbacks += [ModelCheckpoint(monitor="score")] if options["scores"] else []
     callbacks += [ModelCheckpoint(save_last=True)] if options["save_last"] else []
+    if options["saves_each"]:
+        callbacks.append(ModelCheckpoint(every_n_train_steps=options["saves_each"]))
     if options["keeps_all"]:
         callbacks.append(ModelCheckpoint(monitor="val_loss", save_top_k=-1, filename="all-{epoch}"))
     strategy = ft_lightning.FTDiLoCoStrategy if periodic else ft_lightning.FTDDPStrategy

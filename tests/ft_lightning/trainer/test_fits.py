@@ -268,11 +268,14 @@ def test_a_fit_is_passed_over_whose_checkpoint_a_later_one_has_removed(
     assert theirs == [mine[0], *mine]
 
 
-def test_one_that_comes_back_when_its_peer_needs_it_to_end_the_fit(tmp_path: Path) -> None:
-    """Its peer has saved the last step, which leaves nothing to train, and is at the end of the epoch, which takes
-    both of them (`min_replicas`). The process began with that checkpoint, trained nothing and was done, and its peer
-    waited for ever."""
-    options: dict[str, Any] = {"fits": 1, "devices": 2}
+@pytest.mark.parametrize("saves_each", [0, 4])
+def test_one_that_comes_back_when_its_peer_needs_it_to_end_the_fit(
+    tmp_path: Path, saves_each: int
+) -> None:
+    """Its peer has saved the last step, which leaves nothing to train, and is at the end of the epoch, or in the
+    validation before it (`saves_each`), which takes both of them (`min_replicas`). The process began with that
+    checkpoint, trained nothing and was done, and its peer waited for ever."""
+    options: dict[str, Any] = {"fits": 1, "devices": 2, "saves_each": saves_each}
     options["strategy"] = {"timeout_s": 20, "min_replicas": 2}
     with running(tmp_path, worker=WORKER, holds=["dump:1:8", "life:2"], **options) as run:
         supervisor = run.start()
