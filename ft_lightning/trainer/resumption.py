@@ -144,9 +144,10 @@ class Resumption:
 
     def _is_at_end(self, checkpoint: dict[str, Any]) -> bool:
         loop, trainer = checkpoint.get("loops", {}).get("fit_loop", {}), self._trainer
-        epochs = loop.get("epoch_progress", {}).get("current", {}).get("processed", 0)
-        # Saved behind the last batch of an epoch, whose validation and end were still to come: no step follows in it.
-        epochs += bool(loop.get("epoch_loop.batch_progress", {}).get("is_last_batch"))
+        # Behind its last batch an epoch has no step left, though its validation and its end may be still to come.
+        behind = loop.get("epoch_loop.batch_progress", {}).get("is_last_batch")
+        counts = loop.get("epoch_progress", {}).get("current", {})
+        epochs = counts.get("ready" if behind else "processed", 0)
         limits = (
             (epochs, trainer.max_epochs),
             (checkpoint.get("global_step", 0), trainer.max_steps),
