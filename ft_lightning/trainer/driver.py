@@ -425,8 +425,7 @@ class StepDriver:
             # The vote announces it: the next quorum is formed without this group at once.
             self._before_leaving()
             self._manager.leave_after_step()
-        # In vain, a peer may be at another collective: it has retried all that came before its gradients.
-        ends = None if self._is_in_vain() else self._any_ends()
+        ends = self._any_ends()
         control = self._decisions.control(self._votes)
         self.last_committed = self._should_commit(control=control, admits=self._batch_follows())
         self.open = False
@@ -453,8 +452,8 @@ class StepDriver:
     def _any_ends(self) -> Tensor | None:
         """Over a stream of unknown length: whether the batch at hand is a participant's last of this
         epoch. It is the last one of all then. Valid if the step is committed."""
-        if not self._shares_ends or self._batches.known_length:
-            return None
+        if not self._shares_ends or self._batches.known_length or self._is_in_vain():
+            return None  # in vain, a peer may be at its gradients: it has retried all that came before them
         last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         ends = torch.tensor([float(last)], device=self._trainer.strategy.root_device)
         self._ranks.reduce(ends, ReduceOp.SUM)
