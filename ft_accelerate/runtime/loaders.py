@@ -25,7 +25,7 @@ from ft_accelerate.runtime.divided_data import (
 )
 from ft_accelerate.runtime.process import active
 from ft_accelerate.runtime.runtime import Runtime
-from ft_accelerate.runtime.script_position import UNKNOWN, Phase
+from ft_accelerate.runtime.script_position import Phase
 from ft_accelerate.runtime.world_collectives import take_main
 
 Original = Callable[[Any], Iterator[Any]]
@@ -215,7 +215,7 @@ class _Pass:
         if length is None:
             length = position.lengths.get(iteration.seq)
         whole = length
-        not_all = position.entry is not None and position.leaves in (None, UNKNOWN)
+        not_all = position.entry is not None and not position.in_loop
         evaluates = not self._runtime.prepared.training and not self._others_between
         evaluates = evaluates and not self._runtime.past.within(iteration.seq)
         if not_all or evaluates:

@@ -245,6 +245,11 @@ class ScriptPosition:
     # ------------------------------------------------------------------ loaders
 
     @property
+    def in_loop(self) -> bool:
+        """Whether the loop runs that `Elsewhere` leaves."""
+        return self.leaves not in (None, UNKNOWN)
+
+    @property
     def _resumes_in(self) -> Iteration | None:
         """The first pass under way, without those of training that are over, though not closed (`under_way`)."""
         before = 0 if self.window is None else self.window[0]
@@ -517,8 +522,7 @@ class ScriptPosition:
         if self.given_up:
             return None
         begun = [epoch for epoch in target.epochs if epoch[1] <= target.window[0]]
-        within = self.leaves not in (None, UNKNOWN)
-        if not begun or (within and begun[-1][1] != target.window[0]):
+        if not begun or (self.in_loop and begun[-1][1] != target.window[0]):
             return None
         return Epoch(begun[-1][0], begun[-1][1], tuple(begun[-1][2]))
 

@@ -29,11 +29,7 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
-from ft_core.replica.status import (
-    Attempt,
-    ReplicaStatus,
-    Stage,
-)
+from ft_core.replica.status import Attempt, ReplicaStatus, Stage
 from ft_core.shell.control import OUTSIDE_LOOK_S, Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
 from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer
