@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ft_core.config import JobOptions
-from ft_core.environment import Supervision
 from ft_core.heal import (
     NEXT,
     HealError,
@@ -207,7 +206,7 @@ class State:
     def begin_as_rank_0(self, options: JobOptions) -> str:
         """The ranks of this group begin with unlike copies: take that of rank 0, as under DistributedDataParallel.
         Returns its lineage. Raises as `IntraGroup.sync_initial_state`."""
-        with closing(IntraGroup(options, life=Supervision.read().restarts)) as ranks:
+        with closing(IntraGroup(options)) as ranks:
             return ranks.sync_initial_state(
                 lambda: self.first_lineage(options),
                 self.save,

@@ -73,7 +73,7 @@ class GroupRanks:
     """This process's replica group. The loop's thread only.
 
     Attributes:
-        restarts: how often the group was started again; the launcher's store may outlive a group.
+        restarts: how often the group was started again.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class GroupRanks:
         """Among the processes of all groups. A hot spare's is not one that the script knows."""
         self.share = options.replica_group_id % self._job.data_shares
         """Of the training data: which one this group reads (`ft_accelerate.runtime.divided_data`)."""
-        self._in_group = IntraGroup(self._job, life=self.restarts)
+        self._in_group = IntraGroup(self._job)
         self.shards = False
         """Whether the processes of a group share one copy of the model; else each has one."""
         self._closed = False
@@ -188,7 +188,6 @@ class GroupRanks:
             place.master_addr,
             place.master_port,
             timedelta(seconds=OPEN_TIMEOUT_S),
-            life=self.restarts,
             rank=rank,
             size=size,
         )

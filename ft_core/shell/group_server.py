@@ -33,7 +33,7 @@ from ft_core.replica.group_leader import (
     rank_of,
 )
 from ft_core.replica.status import INITIAL, RanksHold
-from ft_core.shell.group_store import group_store, next_key
+from ft_core.shell.group_store import RollCall, group_store
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import MOST_STRANGERS, Timeouts
 from lighthouse.endpoint import Endpoint
@@ -308,6 +308,7 @@ class GroupRendezvous:
         self._options = options
         self._rank, self._size = options.group_rank, options.group_world_size
         self._store: Any = None
+        self._roll_call = RollCall(f"ft_core/leader/{options.job_id}", self._rank, self._size)
         self._key = ""  # of this manager in the store
         self.leader: Leader | None = None
 
@@ -383,12 +384,8 @@ class GroupRendezvous:
             where = options.store_addr, options.store_port
             self._store = group_store(*where, limit_s, hosts=self._rank == 0)
             self._store.set_timeout(timedelta(seconds=options.timeouts.connect_timeout_s))
-            if not self._key:
-                # A second manager of a rank must not find the first one's leader, nor a restarted
-                # group what its predecessor left in torchelastic's store.
-                life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                here = f"ft_core/leader/{life}/{options.job_id}"
-                self._key = next_key(self._store, here, self._rank)
+        if not self._key:
+            self._key = self._roll_call.key(self._store, limit_s)
         return self._store
 
     def announce(self, leader: Leader) -> None:

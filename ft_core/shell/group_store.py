@@ -2,13 +2,14 @@
 
 torchrun keeps its store when it starts a group again, with what the last life has left in it. torch's own process
 groups take the addresses that they find there for those of their peers, and fail, or wait until their timeout
-(pytorch/pytorch#135712). So each life has keys of its own here.
+(pytorch/pytorch#135712). So each life has keys of its own here (`RollCall`).
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import socket
 import threading
 import time
@@ -16,9 +17,9 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
-from ft_core.environment import ReplicaEnv, Supervision
+from ft_core.environment import ReplicaEnv
 from lighthouse.own_address import resolve
-from lighthouse.waits import in_time
+from lighthouse.waits import Overdue, in_time
 
 HOSTED = timedelta(seconds=20)
 """For a store that is there, and which answers however busy it is."""
@@ -40,29 +41,25 @@ def init_process_group(backend: str | None = None, **options: Any) -> None:
     env = ReplicaEnv.read()
     rank, size = env.group_rank, env.group_world_size
     timeout = options.get("timeout") or _DEFAULT_TIMEOUT
-    store = store_of_life(
-        env.master_addr,
-        env.master_port,
-        timeout,
-        life=Supervision.read().restarts,
-        rank=rank,
-        size=size,
-    )
+    store = store_of_life(env.master_addr, env.master_port, timeout, rank=rank, size=size)
     outlive_nccl_errors(backend)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
 
 
 def store_of_life(
-    store_addr: str, store_port: int, timeout: timedelta, *, life: int, rank: int, size: int
+    store_addr: str, store_port: int, timeout: timedelta, *, rank: int, size: int
 ) -> Any:
-    """For torch's default process group of this life of the replica group, which is its `life`-th restart. A group
-    of one rank needs no address. Raises as `group_store`."""
+    """For torch's default process group of this life of the replica group. Waits for its other ranks. A group of one
+    rank needs no address. Raises as `group_store` and `RollCall.key`."""
     import torch.distributed as dist
 
     if size == 1:
         return dist.HashStore()
-    store = group_store(store_addr, store_port, timeout.total_seconds(), hosts=rank == 0)
-    return dist.PrefixStore(f"ft_core/default group/{life}", store)
+    limit_s = timeout.total_seconds()
+    store = group_store(store_addr, store_port, limit_s, hosts=rank == 0)
+    return dist.PrefixStore(
+        RollCall("ft_core/default group", rank, size).key(store, limit_s), store
+    )
 
 
 def _of_this_machine(store_addr: str, store_port: int) -> int | None:
@@ -77,12 +74,53 @@ def _of_this_machine(store_addr: str, store_port: int) -> int | None:
         return None
 
 
-def next_key(store: Any, here: str, rank: int) -> str:
-    """A key of a replica group's store, under `here`: ranks that ask for theirs in one order get the same ones.
+class RollCall:
+    """Gives all ranks of this life of a replica group one key of its store, which no other life has.
 
-    The store counts, and no process: one at the address of an earlier one begins anew.
+    The store may still have what an earlier life has left, and no count tells the lives apart: torchrun counts
+    restarts on each machine for itself. So each side draws a number, and has seen the other answer it. All ranks
+    make their calls `here` in one order.
     """
-    return f"{here}/{store.add(f'{here}/asked by rank {rank}', 1)}"
+
+    def __init__(self, here: str, rank: int, size: int) -> None:
+        self._here, self._rank, self._size = here, rank, size
+        self._number = secrets.token_hex(8)
+
+    def key(self, store: Any, limit_s: float) -> str:
+        """Waits for the other ranks; a call that has failed can be made again. Raises DistStoreError after `limit_s`
+        and what the store raises."""
+        import torch.distributed as dist
+
+        deadline, overdue, pause_s = time.monotonic() + limit_s, Overdue(), 0.001
+        if self._rank:
+            store.set(f"{self._here}/rank {self._rank}", self._number)
+        while not (key := self._answer(store) if self._rank else self._call(store)):
+            if overdue.passed(deadline, time.monotonic()):
+                raise dist.DistStoreError(f"they have not answered within {limit_s:g} s")
+            time.sleep(pause_s)  # a wait in the store would hear no signal
+            pause_s = min(2 * pause_s, 0.05)
+        return key
+
+    def _call(self, store: Any) -> str:
+        """Rank 0 looks once. Returns the key once all ranks have answered."""
+        key = f"{self._here}/{self._number}"
+        for rank in range(1, self._size):
+            came, answered = f"{self._here}/rank {rank}", f"{key}/{rank}"
+            if store.check([came]):
+                # In this order: a rank that has answered may be at its next call.
+                number = store.get(came).decode()
+                if not store.check([answered]):
+                    store.set(f"{self._here}/{number}", self._number)
+        answers = [f"{key}/{rank}" for rank in range(1, self._size)]
+        return key if store.check(answers) else ""
+
+    def _answer(self, store: Any) -> str:
+        """Another rank looks once. Returns the key once rank 0 has called it."""
+        if not store.check([f"{self._here}/{self._number}"]):
+            return ""
+        key = f"{self._here}/{store.get(f'{self._here}/{self._number}').decode()}"
+        store.set(f"{key}/{self._rank}", "")
+        return key
 
 
 def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:

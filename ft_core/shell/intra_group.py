@@ -28,7 +28,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.heal import HealKey, HealServer, fetch
 from ft_core.heal.objects import naming_option
-from ft_core.shell.group_store import group_store, next_key
+from ft_core.shell.group_store import RollCall, group_store
 from lighthouse.config import MOST_STRANGERS
 from lighthouse.own_address import advertised_host, bracketed
 
@@ -48,20 +48,17 @@ class IntraGroup:
     Args:
         options: of the job: the rank in the group, the group's rendezvous store, the interface to
             meet at, how states travel.
-        life: how often the group was restarted; the store may outlive a group.
         timeout_s: bounds a call once all ranks have met.
 
     Thread: the training loop's. Raises GroupBroken if another rank is gone or late, RuntimeError if
     it calls something else.
     """
 
-    def __init__(
-        self, options: JobOptions, *, life: int = 0, timeout_s: float = OPEN_TIMEOUT_S
-    ) -> None:
+    def __init__(self, options: JobOptions, *, timeout_s: float = OPEN_TIMEOUT_S) -> None:
         self._options = options
         self._rank, self._size = options.group_rank, options.group_world_size
         self._where = options.store_addr, options.store_port
-        self._life, self._timeout_s = life, timeout_s
+        self._timeout_s = timeout_s
         self._peers: list[socket.socket] = []
         self._store: Any = None
         self._local = 0
@@ -228,7 +225,7 @@ class IntraGroup:
 
     def _open(self) -> None:
         self._store = group_store(*self._where, OPEN_TIMEOUT_S, hosts=self._rank == 0)
-        key = next_key(self._store, f"{_KEY}/{self._life}", self._rank)
+        key = RollCall(_KEY, self._rank, self._size).key(self._store, OPEN_TIMEOUT_S)
         if self._rank == 0:
             self._wait_for_ranks(key)
             return

@@ -118,9 +118,7 @@ class ShardGroupMixin(StrategyBase):
             return
         timeout: Any = self._timeout
         where = scope.store_addr, scope.store_port
-        store = store_of_life(
-            *where, timeout, life=scope.restarts, rank=scope.group_rank, size=size
-        )
+        store = store_of_life(*where, timeout, rank=scope.group_rank, size=size)
         backend = self._process_group_backend
         find = self._from("fabric.utilities.distributed")
         device = self.root_device

@@ -417,9 +417,7 @@ class StrategyBase(_Base):
             store_addr=scope.store_addr,
             store_port=scope.store_port,
         )
-        self._in_group = IntraGroup(
-            self._job, life=scope.restarts, timeout_s=timeout.total_seconds()
-        )
+        self._in_group = IntraGroup(self._job, timeout_s=timeout.total_seconds())
         self._scope = scope
         self.share = min(scope.index, self._job.data_shares - 1)
         self._leader = scope.rank == 0 and scope.restarts == 0

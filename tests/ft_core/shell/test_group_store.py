@@ -1,10 +1,12 @@
-"""The process group of a replica group's own ranks, in a group that torchrun starts again."""
+"""How the ranks of a replica group find each other in its store, also in a group that torchrun starts again."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
 
 import pytest
 import torch
@@ -12,36 +14,95 @@ import torch.distributed as dist
 
 from ft_core import init_process_group
 from ft_core.launch.rank_group import free_port
+from ft_core.shell.group_store import RollCall, group_store
+from tests.harness.cluster import replicas
 from tests.harness.waiting import PATIENCE_S
 
 SCRIPT = """
-import os, signal
+import os, pathlib, signal, sys
 import torch, torch.distributed as dist
 from ft_core import init_process_group
 
 init_process_group("gloo")
-life, total = os.environ["TORCHELASTIC_RESTART_COUNT"], torch.ones(1)
+rank, total = dist.get_rank(), torch.ones(1)
 dist.all_reduce(total)
-line = f"life {life}, rank {dist.get_rank()}: {int(total)} ranks\\n"
+first = pathlib.Path(sys.argv[1], f"rank {rank} has begun")
+life = 2 if first.exists() else 1
+line = f"life {life}, rank {rank}: {int(total)} ranks\\n"
 os.write(1, line.encode())  # whole: print would write the line end apart
-if life == "0" and dist.get_rank() == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
+if life == 1:
+    first.touch()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()  # until torchrun ends it: an end of its own would count as a restart
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def test_ranks_that_torchrun_starts_again_find_each_other(tmp_path: Path) -> None:
-    """torchrun's store still has the addresses of those before; torch's own groups take them."""
+@pytest.mark.parametrize("machines", [1, 2])
+def test_ranks_that_torchrun_starts_again_find_each_other(machines: int, tmp_path: Path) -> None:
+    """torchrun's store still has the addresses of those before; torch's own groups take them. Of two machines only
+    that of the rank that died counts a restart."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    options = ["--max-restarts=1", f"--master-port={free_port()}"]
-    done = subprocess.run(
-        [*torchrun, *options, str(script)], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
-    assert {"life 1, rank 0: 2 ranks", "life 1, rank 1: 2 ranks"} <= {*done.stdout.splitlines()}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=1"]
+    if machines == 1:
+        torchrun += ["--nproc-per-node=2", f"--master-port={free_port()}"]
+    else:
+        where = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+        torchrun += ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", where]
+    options: dict[str, Any] = {"stdout": PIPE, "stderr": PIPE, "text": True}
+    agents = [Popen([*torchrun, str(script), str(tmp_path)], **options) for _ in range(machines)]
+    said = [agent.communicate(timeout=PATIENCE_S) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * machines, said
+    lines = {line for out, _ in said for line in out.splitlines()}
+    assert {"life 2, rank 0: 2 ranks", "life 2, rank 1: 2 ranks"} <= lines
+
+
+def stores(ranks: int) -> list[Any]:
+    """One store, as each of `ranks` ranks reaches it."""
+    port = free_port()
+    return [group_store("127.0.0.1", port, PATIENCE_S, hosts=rank == 0) for rank in range(ranks)]
+
+
+def test_what_an_earlier_life_left_answers_no_roll_call() -> None:
+    """It died at any point of its own."""
+    ranks = stores(3)
+
+    def call(rank: int) -> str:
+        return RollCall("here", rank, 3).key(ranks[rank], PATIENCE_S)
+
+    lives = [replicas(*[partial(call, rank) for rank in range(3)]) for _ in range(2)]
+    with pytest.raises(dist.DistStoreError, match="have not answered within 0.01 s"):
+        RollCall("here", 0, 3).key(ranks[0], 0.01)  # both others of the last life are in the store
+    lives.append(replicas(*[partial(call, rank) for rank in range(3)]))
+    with pytest.raises(dist.DistStoreError):
+        RollCall("here", 2, 3).key(ranks[2], 0.01)  # so is its rank 0
+    lives.append(replicas(*[partial(call, rank) for rank in range(3)]))
+    assert all(len({*keys}) == 1 for keys in lives)
+    assert len({keys[0] for keys in lives}) == len(lives)
+
+
+def test_a_rank_may_be_at_its_next_roll_call_while_others_are_at_this_one() -> None:
+    ranks = stores(2)
+
+    def call(rank: int) -> list[str]:
+        return [RollCall("here", rank, 2).key(ranks[rank], PATIENCE_S) for _ in range(50)]
+
+    first, second = replicas(partial(call, 0), partial(call, 1))
+    assert first == second
+    assert len({*first}) == 50
+
+
+def test_a_roll_call_that_was_given_up_is_made_again() -> None:
+    ranks = stores(2)
+    calls = [RollCall("here", rank, 2) for rank in range(2)]
+    for rank in (0, 1, 0):  # so that rank 1 has its answer
+        with pytest.raises(dist.DistStoreError):
+            calls[rank].key(ranks[rank], 0.0)
+    keys = [calls[rank].key(ranks[rank], PATIENCE_S) for rank in (1, 0)]
+    assert keys[0] == keys[1]
 
 
 def test_without_a_launcher_it_is_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
