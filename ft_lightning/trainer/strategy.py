@@ -144,11 +144,11 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
         Raises ValueError for a tensor through which gradients are to flow. The loop's thread."""
         driver = self._driver_of_step()
-        if driver is None:
-            return self._ranks.gather(tensor)
-        if sync_grads:
+        if driver is not None and sync_grads:
             refuse_gradients(tensor)
-        return driver.gather(tensor)
+        if not sync_grads:  # as stock: none flow to this process's own row, either
+            tensor = tensor.detach()
+        return self._ranks.gather(tensor) if driver is None else driver.gather(tensor)
 
     def _driver_of_step(self) -> StepDriver | None:
         """What reduces in the open step, which all try again if it fails; None: no step is open."""

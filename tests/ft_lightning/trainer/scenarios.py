@@ -387,7 +387,10 @@ def scopes(place: Place) -> Result:
             mine = torch.tensor([float(place.rank + 1), 2.0])
             strategy = self.trainer.strategy
             if batch_idx == 1:
-                seen["gathered"] = self.all_gather(mine).tolist()
+                rows = self.all_gather(mine.requires_grad_())
+                seen["gathered"] = rows.tolist()
+                seen["gradients flow"] = rows.requires_grad
+                mine = mine.detach()
                 for op in ("mean", "sum", "max", "min"):
                     seen[op] = strategy.reduce(mine.clone(), reduce_op=op).tolist()
             return super().training_step(batch, batch_idx)

@@ -180,6 +180,7 @@ def test_training_step_may_return_none_on_one_replica(runs: Runs) -> None:
 def test_collectives_reach_as_far_as_documented(runs: Runs) -> None:
     for seen in both(runs, "scopes"):
         assert seen["gathered"] == [[1.0, 2.0], [2.0, 2.0]]
+        assert not seen["gradients flow"]  # as under `ddp`: not to the own row, either
         assert [seen[op] for op in ("mean", "sum", "max", "min")] == [
             [1.5, 2.0],
             [3.0, 4.0],
