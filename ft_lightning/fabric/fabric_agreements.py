@@ -137,7 +137,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             return result if tensor.requires_grad else tensor.copy_(result)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As `all_reduce`: `(participants, *shape)`; one row where it reaches no other process, and
+        """As `all_reduce`: `(participants, *shape)`, in the order of ranks; one row where it reaches no other process, and
         no further dimension if there is only one replica group."""
         if sync_grads and self._meets():
             refuse_gradients(tensor)
@@ -285,7 +285,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if not self._all_call(call) or name == "barrier":
             return mine
         if name == "all_gather":
-            result = gather_in_step(manager, tensor)
+            result = gather_in_step(manager, tensor, self.global_rank)
         else:
             result = reduce_in_step(manager, tensor.clone(), op)
         return result if manager.errored() is None else mine

@@ -36,6 +36,9 @@ _OPS: dict[str, Any] = {
 }
 
 
+_NUMBER_BYTES = 8
+
+
 class CopyRanks:
     """The ranks of a replica group that hold a copy of the model each: a manager's collectives reach all
     of them, so there is nothing to do among themselves.
@@ -124,21 +127,28 @@ def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
     return flat
 
 
-def gather_in_step(manager: Manager, tensor: Tensor) -> Tensor:
-    """One row for each participant of the open step: shape `(participants, *tensor.shape)`.
+def gather_in_step(manager: Manager, tensor: Tensor, number: int) -> Tensor:
+    """One row for each participant of the open step: shape `(participants, *tensor.shape)`, in the order
+    of their `number`s, as scripts find their own by `global_rank`. Of the quorum's members, one that has come
+    back is the last.
 
-    All must pass tensors of one shape. Rows travel as a sum to which each member adds its own.
+    All must pass tensors of one shape. Rows travel as a sum of bytes, to which each member adds its own.
     """
     manager.bind()  # the participants are fixed from here on
-    rows = torch.zeros(
-        (manager.num_participants(), *tensor.shape), dtype=tensor.dtype, device=tensor.device
+    mine = tensor.detach().contiguous()
+    wire = torch.zeros(
+        (manager.num_participants(), _NUMBER_BYTES + mine.nbytes),
+        dtype=torch.uint8,
+        device=mine.device,
     )
     rank = manager.participating_rank()
     if rank is not None:
-        rows[rank] = tensor
-    wire = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+        label = torch.tensor([number], dtype=torch.int64, device=mine.device)
+        wire[rank] = torch.cat([byte_view(label), byte_view(mine)])
     manager.allreduce(wire, reduce_op=ReduceOp.SUM).wait()
-    return wire.to(tensor.dtype)
+    numbers = wire[:, :_NUMBER_BYTES].contiguous().view(torch.int64).flatten()
+    rows = wire[numbers.argsort(), _NUMBER_BYTES:].reshape(-1)
+    return rows.view(tensor.dtype).view(len(wire), *tensor.shape)
 
 
 def gather_bytes(manager: Manager, mine: bytes) -> list[bytes]:

@@ -369,10 +369,10 @@ class StepDriver:
 
         return self._operation(again)
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """In a `training_step`: a row for each participant."""
+    def gather(self, tensor: Tensor, number: int) -> Tensor:
+        """In a `training_step`: a row for each participant, in the order of their `number`s."""
         rows = self._ranks.gather(tensor)
-        gathered = self._operation(lambda: gather_in_step(self._manager, rows))
+        gathered = self._operation(lambda: gather_in_step(self._manager, rows, number))
         return gathered.flatten(0, 1)
 
     def _operation(self, call: Callable[[], Tensor]) -> Tensor:

@@ -139,7 +139,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         return driver.reduce(tensor, reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Inside `training_step`: a row for each participant of the step, shape
+        """Inside `training_step`: a row for each participant of the step, in the order of ranks, shape
         ``(participants, *shape)``, and all must bring one shape; else ``(1, *shape)``.
 
         Raises ValueError for a tensor through which gradients are to flow. The loop's thread."""
@@ -148,7 +148,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             refuse_gradients(tensor)
         if not sync_grads:  # as stock: none flow to this process's own row, either
             tensor = tensor.detach()
-        return self._ranks.gather(tensor) if driver is None else driver.gather(tensor)
+        return driver.gather(tensor, self.global_rank) if driver else self._ranks.gather(tensor)
 
     def _driver_of_step(self) -> StepDriver | None:
         """What reduces in the open step, which all try again if it fails; None: no step is open."""

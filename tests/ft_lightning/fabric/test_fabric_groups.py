@@ -367,6 +367,34 @@ def test_who_comes_back_in_a_validation_heals_after_it(
     assert second == (both + both, *first[1:])
 
 
+def test_rows_are_in_the_order_of_ranks_when_the_first_group_has_come_back(
+    two: Groups, server: LighthouseServer
+) -> None:
+    """Of the quorum's members it is the last one. A script finds its own row by `global_rank`."""
+    alone = threading.Event()
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(16, 1)), 1))
+        for (batch,) in loader:
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if index == 0 and fabric.strategy.current_step == 2:
+                return "left"
+            if index == 1 and fabric.strategy.current_step == 4:
+                alone.set()
+                two.wait_for_joiner(server, "0")
+        rows = fabric.all_gather(torch.tensor(10.0 + fabric.global_rank))
+        return rows.tolist(), fabric.strategy.manager.participating_rank()
+
+    two.start(1, body)
+    two.start(0, body).join(PATIENCE_S)
+    assert two.results[0] == "left" and alone.wait(PATIENCE_S)
+    two.start(0, body)
+    assert two.join() == [([10.0, 11.0], 1), ([10.0, 11.0], 0)]
+
+
 def gathered(fabric: Any, index: int) -> Any:
     return fabric.all_reduce(torch.tensor(10.0 + index), reduce_op="sum")
 
