@@ -289,12 +289,13 @@ def _prepare_data_loader(
             "on: leave it out, so that each process reads its own batches"
         )
     config.dispatch_batches = False
+    before = loaders.before_preparing(data_loader)
     try:
         with nullcontext() if asked is False else divided_by_batches():
             made = original(self, data_loader, *args, **kwargs)
     finally:
         config.dispatch_batches = asked
-    loaders.prepared(runtime, made)
+    loaders.prepared(runtime, made, before)
     return made
 
 

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.data_loader import get_sampler
 from accelerate.utils import send_to_device
 
 from ft_accelerate.runtime.divided_data import (
@@ -47,6 +48,9 @@ through: enough for its variables to exist."""
 _later_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 """Prepared in mid-training."""
 
+_drawn_early: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+"""Of each loader whose first pass has its order since it was prepared: what its generator was before."""
+
 _passed: weakref.WeakSet[Any] = weakref.WeakSet()
 """Over which this process has begun a pass."""
 
@@ -54,9 +58,24 @@ _first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary(
 """Of each loader that was fast-forwarded."""
 
 
-def prepared(runtime: Runtime, loader: Any) -> None:
+def before_preparing(loader: Any) -> torch.Tensor | None:
+    """What the generator that shuffles a loader of the script is before it is prepared; None: Accelerate makes one."""
+    generator = getattr(get_sampler(loader), "generator", None)
+    return generator.get_state() if isinstance(generator, torch.Generator) else None
+
+
+def prepared(runtime: Runtime, loader: Any, before: torch.Tensor | None) -> None:
     """The script has prepared a loader. In mid-training (the next fold's, say) its order was drawn by each
-    process on its own, and one that has come back draws otherwise."""
+    process on its own, and one that has come back draws otherwise.
+
+    A stateful loader has made an iterator, whose workers are asked for their first batches at once: the order of its
+    first pass comes from what the generator was `before`."""
+    generator = generator_of(loader)
+    if generator is not None and is_stateful(loader) and loader.base_dataloader.num_workers:
+        if before is None:  # it was made with that seed
+            made = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+            before = made.get_state()
+        _drawn_early[loader] = before
     if runtime.manager is not None and (generator_of(loader) or seeded_sampler(loader)):
         _later_loaders.add(loader)
 
@@ -79,7 +98,9 @@ class _Pass:
         self._generator = (
             torch.default_generator if self._draws_from_torch else generator_of(loader)
         )
+        self._early = _drawn_early.pop(loader, None)
         state = None if self._generator is None else self._generator.get_state()
+        state = state if self._early is None else self._early
         self._resumed = _take_resumed(loader)
         left_out = _done_in(self._resumed) + _skipped(loader)
         self._iteration = runtime.position.begin(state, left_out)
@@ -135,7 +156,7 @@ class _Pass:
     def _take_order_of_main(self) -> None:
         """Each process has drawn the order of this pass on its own."""
         if self._generator is not None:
-            state = self._generator.get_state()
+            state = self._generator.get_state() if self._early is None else self._early.clone()
             take_main(state)
             self._generator.set_state(state)
             self._iteration.generator_state = state

@@ -137,23 +137,27 @@ def test_random_numbers_are_those_without_faults(
     assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("workers", "persistent", "hold"),
+    [(0, False, "step-24"), (1, False, "step-24"), (1, True, "step-24"), (1, False, "step-4")],
+)
 def test_a_stateful_loader_draws_as_without_us(
-    tmp_path: Path, lighthouse: str, workers: int, persistent: bool
+    tmp_path: Path, lighthouse: str, workers: int, persistent: bool, hold: str
 ) -> None:
     """torchdata's makes its first iterator when it is prepared, and draws a number for that. It was made again in the
-    first pass, with persistent workers in each one: dropout, and with workers the order, were others."""
+    first pass, with persistent workers in each one: dropout, and with workers the order, were others. One that came
+    back within the first pass read on in another order, since workers are asked for batches there."""
     options = {"dropout": 0.3, "norm": False, "workers": workers, "persistent": persistent}
     options |= {"data": {"use_stateful_dataloader": True}, "epochs": 3}
     both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     plain = plain_run(tmp_path, **options)
-    with running(tmp_path / "ft", lighthouse, holds=["step-24"], **options) as run:
+    with running(tmp_path / "ft", lighthouse, holds=[hold], **options) as run:
         zero, one = (run.start(index, **both) for index in (0, 1))
-        run.until_held(0, "step-24")
+        run.until_held(0, hold)
         for index in (0, 1):
             before = [x["weights"] for x in run.lines(index)]
             assert before == [x["weights"] for x in plain.lines(index)][: len(before)]
-        one = run.killed_and_back(one, 1, hold="step-24", of=0, **both)
+        one = run.killed_and_back(one, 1, hold=hold, of=0, **both)
         run.wait(zero, one)
     assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
 
