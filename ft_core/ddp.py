@@ -212,8 +212,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "gradients; change them before (parameter hooks) or after (the optimizer's pre-hook)"
         )
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: a replica group that runs out of data leaves the quorum."""
+    def join_hook(self, **kwargs: Any) -> Any:
+        """For `join()` and torch's `Join`. Raises NotImplementedError: a replica group that runs out of data leaves the quorum."""
         raise NotImplementedError(
             "join() is not available with fault tolerance: give all replica groups the same "
             "number of batches, or let one leave with manager.shutdown()"
@@ -228,10 +228,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return parameters[::-1], sparse
 
     def _trained_values(self) -> int:
-        """Values in all buckets together."""
+        """Values in all buckets together, in which a complex one is two."""
         ignored = set(self.parameters_to_ignore)
         parameters = {p for n, p in self.module.named_parameters() if n not in ignored}
-        return sum(p.numel() for p in parameters if p.requires_grad)
+        return sum(p.numel() * (1 + p.is_complex()) for p in parameters if p.requires_grad)
 
     def _compared_parameters(self) -> list[Tensor]:
         """Those that are equal in all members."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
@@ -434,6 +435,34 @@ def test_channels_last_gradients_are_averaged() -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_complex_gradients_are_averaged(wrapper: Any) -> None:
+    """Two values each, in buckets of real ones."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.phases = nn.Linear(4, 4), nn.Parameter(torch.ones(4) * 1j)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.before(x) * self.phases).abs()
+
+    data = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    alone = Model()
+
+    def step(manager: ThreadManager) -> tuple[list[Tensor | None], bool]:
+        model = wrapper(manager, copy.deepcopy(alone))
+        manager.start_quorum()
+        model(data[manager.rank]).square().mean().backward()
+        return gradients(model.module), manager.should_commit()
+
+    results = ThreadQuorum(2).run(step)
+    sum(alone(part).square().mean() / 2 for part in data).backward()  # type: ignore[union-attr]
+    for result, committed in results:
+        torch.testing.assert_close(result, gradients(alone))
+        assert committed
+
+
 # ---------------------------------------------------------------------- unused parameters
 
 
@@ -666,6 +695,13 @@ def test_communication_hooks_are_refused() -> None:
     model = DistributedDataParallel(ThreadQuorum(1).members[0], layers())
     with pytest.raises(NotImplementedError, match="the manager reduces"):
         model.register_comm_hook(None, lambda state, bucket: None)
+
+
+def test_uneven_inputs_are_refused() -> None:
+    model = DistributedDataParallel(ThreadQuorum(1).members[0], layers())
+    for enter in (model.join, lambda: Join([model])):
+        with pytest.raises(NotImplementedError, match="the same number of batches"):
+            enter()
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
