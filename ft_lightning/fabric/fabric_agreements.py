@@ -38,7 +38,6 @@ from ft_lightning.shared.step_collectives import (
     end_step_as_stranger,
     gather_in_step,
     reduce_in_step,
-    refuse_gradients,
 )
 from ft_lightning.shared.strategy_base import StrategyBase
 
@@ -137,10 +136,13 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             return result if tensor.requires_grad else tensor.copy_(result)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As `all_reduce`: `(participants, *shape)`, in the order of ranks; one row where it reaches no other process, and
-        no further dimension if there is only one replica group."""
-        if sync_grads and self._meets():
-            refuse_gradients(tensor)
+        """As `all_reduce`: a row for each rank, of which those of a group that is away are copies of another's; one row
+        where it reaches no other process, and no further dimension if there is only one replica group."""
+        if sync_grads and tensor.requires_grad and self._meets():
+            raise ValueError(
+                "fabric.all_gather can't send gradients back to other replica groups: gather detached tensors "
+                "(self.all_gather of a LightningModule under a Trainer sends them)"
+            )
         with torch.no_grad():
             rows = self._ranks.gather(tensor)
             result = self._round("all_gather", rows, "")
@@ -149,8 +151,13 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if self._is_alone:
             return tensor
         # In a pass whose results are discarded, user code expects rows of other processes.
-        groups = max(self.participants // len(rows), 1) if self._window.local else 1
+        groups = self._num_rows if self._window.local else 1
         return rows.expand(groups, *rows.shape).flatten(0, 1)
+
+    @property
+    def _num_rows(self) -> int:
+        """How many replica groups give a row to `all_gather`."""
+        return self.world_size // self._ranks.size
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """An agreement; before the first batch only the ranks of this replica group wait for each
@@ -281,11 +288,13 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         manager = self._manager
         assert manager is not None
         name, _, _, op = call
-        mine = tensor.unsqueeze(0) if name == "all_gather" else tensor
+        rows = self._num_rows
+        mine = tensor.expand(rows, *tensor.shape) if name == "all_gather" else tensor
         if not self._all_call(call) or name == "barrier":
             return mine
         if name == "all_gather":
-            result = gather_in_step(manager, tensor, self.global_rank)
+            row = self.global_rank // self._ranks.size
+            result = gather_in_step(manager, tensor, row, rows)
         else:
             result = reduce_in_step(manager, tensor.clone(), op)
         return result if manager.errored() is None else mine

@@ -4,7 +4,7 @@
 |---|---|---|
 | `barrier`, `broadcast`, `reduce_boolean_decision` | the replica group (`ft_core.shell.intra_group`) | the same |
 | `reduce`, `log(sync_dist=True)` | the participants of the step | this process |
-| `all_gather` | the participants of the step: `(participants, ...)` | `(1, ...)` |
+| `all_gather` | the participants of the step: `(world size, ...)` | `(1, ...)` |
 
 What a `training_step` reduces belongs to its step, and is tried again with it. Elsewhere members
 may be at different places, and a call that waits for peers could wait for a dead one. At the ends
@@ -36,7 +36,7 @@ _OPS: dict[str, Any] = {
 }
 
 
-_NUMBER_BYTES = 8
+_ROW_BYTES = 8
 
 
 class CopyRanks:
@@ -127,28 +127,32 @@ def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
     return flat
 
 
-def gather_in_step(manager: Manager, tensor: Tensor, number: int) -> Tensor:
-    """One row for each participant of the open step: shape `(participants, *tensor.shape)`, in the order
-    of their `number`s, as scripts find their own by `global_rank`. Of the quorum's members, one that has come
-    back is the last.
+def gather_in_step(manager: Manager, tensor: Tensor, row: int, rows: int) -> Tensor:
+    """Row `row` of each participant of the open step: shape `(rows, *tensor.shape)`, or `(participants, ...)` if they are
+    more. Where none is there, a copy of another's: shapes stay, and means stay unbiased.
 
-    All must pass tensors of one shape. Rows travel as a sum of bytes, to which each member adds its own.
+    All must pass tensors of one shape. They travel as a sum of bytes, to which each member adds its own.
     """
     manager.bind()  # the participants are fixed from here on
     mine = tensor.detach().contiguous()
     wire = torch.zeros(
-        (manager.num_participants(), _NUMBER_BYTES + mine.nbytes),
+        (max(manager.num_participants(), 1), _ROW_BYTES + mine.nbytes),
         dtype=torch.uint8,
         device=mine.device,
     )
+    # Of the quorum's members one that has come back is the last, so each says which row is its own.
     rank = manager.participating_rank()
     if rank is not None:
-        label = torch.tensor([number], dtype=torch.int64, device=mine.device)
+        label = torch.tensor([row], dtype=torch.int64, device=mine.device)
         wire[rank] = torch.cat([byte_view(label), byte_view(mine)])
     manager.allreduce(wire, reduce_op=ReduceOp.SUM).wait()
-    numbers = wire[:, :_NUMBER_BYTES].contiguous().view(torch.int64).flatten()
-    rows = wire[numbers.argsort(), _NUMBER_BYTES:].reshape(-1)
-    return rows.view(tensor.dtype).view(len(wire), *tensor.shape)
+    there, order = wire[:, :_ROW_BYTES].reshape(-1).view(torch.int64).sort()
+    if len(there) < rows:
+        wanted = torch.arange(rows, device=mine.device)
+        at = torch.searchsorted(there, wanted).clamp(max=len(there) - 1)
+        order = order[torch.where(there[at] == wanted, at, wanted % len(there))]
+    data = wire[order, _ROW_BYTES:].reshape(-1)
+    return data.view(tensor.dtype).view(len(order), *tensor.shape)
 
 
 def gather_bytes(manager: Manager, mine: bytes) -> list[bytes]:
@@ -187,15 +191,6 @@ def zero_loss(module: torch.nn.Module) -> Tensor:
     parts = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)
     wanted = [part.reshape(-1)[:1].sum() for part in parts]
     return torch.stack([w.float() for w in wanted]).sum() * 0.0
-
-
-def refuse_gradients(tensor: Tensor) -> None:
-    """Raise ValueError for `all_gather(tensor, sync_grads=True)` over replica groups."""
-    if tensor.requires_grad:
-        raise ValueError(
-            "ft_ddp cannot send gradients back through all_gather: the replica groups that "
-            "a loss was made of may be gone by then; gather detached tensors"
-        )
 
 
 def forget_unscaling(precision: Any, optimizer: Any) -> None:

@@ -95,6 +95,25 @@ class EndsFit(Sigterm):
             leave()
 
 
+class GatherInStep(torch.autograd.Function):
+    """`StepDriver.gather`. The gradient of a row is the sum of what all ranks have of it, which is reduced in the same step."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, driver: StepDriver, rank: int, world_size: int) -> Tensor:
+        ctx.driver, ctx.rank = driver, rank
+        rows = driver.gather(tensor, rank, world_size)
+        if ctx.needs_input_grad[0] and len(rows) != world_size:
+            raise ValueError(
+                "all_gather(sync_grads=True) needs the number of replica groups: set NUM_REPLICA_GROUPS"
+            )
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        return ctx.driver.reduce(total, "sum")[ctx.rank], None, None, None
+
+
 class StepDriver:
     """The step protocol of one fit.
 
@@ -369,10 +388,11 @@ class StepDriver:
 
         return self._operation(again)
 
-    def gather(self, tensor: Tensor, number: int) -> Tensor:
-        """In a `training_step`: a row for each participant, in the order of their `number`s."""
-        rows = self._ranks.gather(tensor)
-        gathered = self._operation(lambda: gather_in_step(self._manager, rows, number))
+    def gather(self, tensor: Tensor, rank: int, world_size: int) -> Tensor:
+        """In a `training_step`: the rows of all ranks, of which this one is `rank`. As `gather_in_step`."""
+        mine, size = self._ranks.gather(tensor), self._ranks.size
+        where = rank // size, world_size // size
+        gathered = self._operation(lambda: gather_in_step(self._manager, mine, *where))
         return gathered.flatten(0, 1)
 
     def _operation(self, call: Callable[[], Tensor]) -> Tensor:

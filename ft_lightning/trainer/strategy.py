@@ -30,7 +30,7 @@ from ft_core.launch import board
 from ft_core.launch.restarts import SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
-from ft_lightning.shared.step_collectives import CopyRanks, operation, refuse_gradients
+from ft_lightning.shared.step_collectives import CopyRanks, operation
 from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
 from ft_lightning.shared.world_of_torch import divide_anew
 from ft_lightning.trainer import finetuning, healing, leader
@@ -45,7 +45,7 @@ from ft_lightning.trainer.batches import (
     what_is_not_known,
 )
 from ft_lightning.trainer.decisions import Decisions
-from ft_lightning.trainer.driver import EndsFit, StepDriver
+from ft_lightning.trainer.driver import EndsFit, GatherInStep, StepDriver
 from ft_lightning.trainer.later_rows import later_rows, make_up_rows
 from ft_lightning.trainer.leader import SkippedHooks
 from ft_lightning.trainer.loggers import Loggers
@@ -139,16 +139,14 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         return driver.reduce(tensor, reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Inside `training_step`: a row for each participant of the step, in the order of ranks, shape
-        ``(participants, *shape)``, and all must bring one shape; else ``(1, *shape)``.
-
-        Raises ValueError for a tensor through which gradients are to flow. The loop's thread."""
+        """Inside `training_step`: a row for each rank, shape ``(world size, *shape)``, and all must bring one shape; else
+        ``(1, *shape)``. Rows of a group that is away are copies of another's. `sync_grads`: the gradient of a row is the
+        sum of all ranks' of it; else none flow, not to this rank's own row, either. The loop's thread."""
         driver = self._driver_of_step()
-        if driver is not None and sync_grads:
-            refuse_gradients(tensor)
-        if not sync_grads:  # as stock: none flow to this process's own row, either
-            tensor = tensor.detach()
-        return driver.gather(tensor, self.global_rank) if driver else self._ranks.gather(tensor)
+        tensor = tensor if sync_grads else tensor.detach()
+        if driver is None:
+            return self._ranks.gather(tensor)
+        return GatherInStep.apply(tensor, driver, self.global_rank, self.world_size)
 
     def _driver_of_step(self) -> StepDriver | None:
         """What reduces in the open step, which all try again if it fails; None: no step is open."""

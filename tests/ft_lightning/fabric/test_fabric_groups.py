@@ -370,8 +370,9 @@ def test_who_comes_back_in_a_validation_heals_after_it(
 def test_rows_are_in_the_order_of_ranks_when_the_first_group_has_come_back(
     two: Groups, server: LighthouseServer
 ) -> None:
-    """Of the quorum's members it is the last one. A script finds its own row by `global_rank`."""
-    alone = threading.Event()
+    """Of the quorum's members it is the last one. A script finds its own row by `global_rank`, also while the other
+    is away: its label was out of bounds."""
+    alone, copied = threading.Event(), list[float]()
 
     def body(fabric: Any, index: int) -> Any:
         model, optimizer = linear(fabric)
@@ -383,6 +384,9 @@ def test_rows_are_in_the_order_of_ranks_when_the_first_group_has_come_back(
             if index == 0 and fabric.strategy.current_step == 2:
                 return "left"
             if index == 1 and fabric.strategy.current_step == 4:
+                copied.extend(fabric.all_gather(torch.tensor(11.0)).tolist())
+                with pytest.raises(ValueError, match="gather detached tensors"):
+                    fabric.all_gather(model(batch), sync_grads=True)
                 alone.set()
                 two.wait_for_joiner(server, "0")
         rows = fabric.all_gather(torch.tensor(10.0 + fabric.global_rank))
@@ -393,6 +397,7 @@ def test_rows_are_in_the_order_of_ranks_when_the_first_group_has_come_back(
     assert two.results[0] == "left" and alone.wait(PATIENCE_S)
     two.start(0, body)
     assert two.join() == [([10.0, 11.0], 1), ([10.0, 11.0], 0)]
+    assert copied == [11.0, 11.0]
 
 
 def gathered(fabric: Any, index: int) -> Any:
@@ -963,7 +968,7 @@ def test_what_a_failed_attempt_gathers_has_the_shape_of_what_any_gathers(
         assert sorted(rows) == sorted(others) == sorted(losses)
         assert total == others_total == pytest.approx(sum(losses))
     else:
-        assert (rows, others) == ([losses[0]], [losses[1]])
+        assert (rows, others) == ([losses[0]] * 2, [losses[1]] * 2)
         assert (total, others_total) == tuple(losses)
     assert weights == same
 

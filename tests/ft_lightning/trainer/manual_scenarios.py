@@ -161,4 +161,31 @@ def seldom(place: Place) -> Result:
     return trace.result(trainer)
 
 
-SCENARIOS = {f.__name__: f for f in (shared, by_hand, rest_left_out, window_left_out, seldom)}
+def contrastive(place: Place) -> Result:
+    """Each sample is to be like itself, and unlike those of both groups, through which gradients flow. `place.inject`:
+    the peer has reduced these, and they fail in this group; the weight behind them has its own by then."""
+
+    class Contrastive(Net):
+        def __init__(self, place: Place) -> None:
+            super().__init__(place)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            mine = nn.functional.normalize(self.net(batch[0]), dim=-1)
+            rows = self.all_gather(mine, sync_grads=True)
+            rows.register_hook(lambda _: self.inject())
+            labels = torch.arange(len(mine)) + len(mine) * place.rank
+            likeness = self.scale * mine @ rows.flatten(0, 1).T
+            loss = nn.functional.cross_entropy(likeness, labels)
+            self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+            return loss
+
+    trace = Trace()
+    trainer = place.trainer(trace)
+    fit(trainer, Contrastive(place))
+    return trace.result(trainer)
+
+
+SCENARIOS = {
+    f.__name__: f for f in (shared, by_hand, rest_left_out, window_left_out, seldom, contrastive)
+}

@@ -390,6 +390,10 @@ def scopes(place: Place) -> Result:
                 rows = self.all_gather(mine.requires_grad_())
                 seen["gathered"] = rows.tolist()
                 seen["gradients flow"] = rows.requires_grad
+                rows = self.all_gather(mine, sync_grads=True)
+                factors = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
+                (rows * factors * (place.rank + 1)).sum().backward()
+                seen["gradient"] = mine.grad.tolist()
                 mine = mine.detach()
                 for op in ("mean", "sum", "max", "min"):
                     seen[op] = strategy.reduce(mine.clone(), reduce_op=op).tolist()

@@ -113,8 +113,9 @@ class ShardedModel(LightningModule):
         if self.options["dies"].get(str(step)) == number:
             loss.register_hook(lambda _: self.files.die_once(True))
         self.log("train_loss", loss, sync_dist=True)
-        self.rows = [round(float(x), 5) for x in self.all_gather(loss.detach()).flatten()]
-        return loss
+        rows = self.all_gather(loss, sync_grads=True).flatten()
+        self.rows = [round(float(x), 5) for x in rows]
+        return loss + 0.1 * rows.square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self._loss(batch), sync_dist=True)

@@ -36,6 +36,7 @@ AS_STOCK = (
     "rest_left_out",
     "window_left_out",
     "seldom",
+    "contrastive",
     "stopping_stream",
 )
 IN_WINDOWS = ("accumulate", "every_second_step", "window_left_out", "stopping_stream")
@@ -48,6 +49,7 @@ RETRIED = {
     "shared:retry": {"1": 1, "4": 0, "5": 1, "6": 0, "7": 1, "8": 0, "17": 1},
     "by_hand:retry": {"3": 0, "4": 1, "8": 0},
     "window_left_out:retry": {"9": 1},
+    "contrastive:retry": {"3": 0, "4": 1, "9": 1},
 }
 """Steps (votes) at which one replica's attempt fails, after its peer's gradients have travelled."""
 OWN = (
@@ -178,7 +180,8 @@ def test_training_step_may_return_none_on_one_replica(runs: Runs) -> None:
 
 
 def test_collectives_reach_as_far_as_documented(runs: Runs) -> None:
-    for seen in both(runs, "scopes"):
+    for rank, seen in enumerate(both(runs, "scopes")):
+        assert seen["gradient"] == [[3.0, 30.0], [300.0, 3000.0]][rank]
         assert seen["gathered"] == [[1.0, 2.0], [2.0, 2.0]]
         assert not seen["gradients flow"]  # as under `ddp`: not to the own row, either
         assert [seen[op] for op in ("mean", "sum", "max", "min")] == [
