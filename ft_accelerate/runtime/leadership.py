@@ -222,7 +222,7 @@ class Saves:
     | the main process | the save |
     |---|---|
     | has taken part in that event | is made: it is forgotten |
-    | is gone, and this process is the next one | it writes it now. The state is still that of the save, but for buffers: gradients are voted on before an optimizer steps |
+    | is gone, and this process is the next one | it writes it now. The state is still that of the save: gradients are voted on before an optimizer steps. Buffers, which a forward has changed since, are put back meanwhile |
     | dies, and no event follows | processes that are at their end wait for the main one to come to its own. If it dies, the first replica group of them writes (where one launcher has all) |
 
     What the script writes by itself, since it has asked whether it is the main process, can't be held. So the
@@ -230,8 +230,11 @@ class Saves:
     and its exit code is not 0 unless a main process has come to that place again. The loop's thread only.
     """
 
-    def __init__(self, leadership: Leadership) -> None:
-        self._leadership = leadership
+    def __init__(
+        self, leadership: Leadership, keep_buffers: Callable[[], Callable[[], None]]
+    ) -> None:
+        """`keep_buffers`: `RetryableReducer.keep_buffers`."""
+        self._leadership, self._keep_buffers = leadership, keep_buffers
         self._saves = HeldSaves()
         self._within = False
         self._main = leadership.main
@@ -250,12 +253,25 @@ class Saves:
         if self._within:
             return write()
         if hold and not self._leadership.group_leads:
-            self._saves.hold(again or write)
+            self._saves.hold(self._with_buffers_as_now(again or write))
         self._within = True
         try:
             return write()
         finally:
             self._within = False
+
+    def _with_buffers_as_now(self, write: Callable[[], Any]) -> Callable[[], None]:
+        as_now = self._keep_buffers()
+
+        def call() -> None:
+            as_later = self._keep_buffers()
+            as_now()
+            try:
+                write()
+            finally:
+                as_later()
+
+        return call
 
     def committed(self) -> None:
         """An event was committed. All processes of a replica group call it at the same place."""

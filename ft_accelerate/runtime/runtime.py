@@ -116,7 +116,8 @@ class Runtime:
             speaks=place.group_rank == 0,
             first=ranks.number == 0 and (supervision.restarts == 0 or ranks.is_only_group),
         )
-        self.saves, self.own_writes = Saves(self.leadership), OwnWrites(slot())
+        self.saves = Saves(self.leadership, self.reducer.keep_buffers)
+        self.own_writes = OwnWrites(slot())
         self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._finished = False
         self._untaken, self._failed = False, ""

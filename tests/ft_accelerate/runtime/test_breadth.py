@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ft_accelerate.runtime.checkpoints import POSITION_FILE
 from tests.ft_accelerate.harness import compare, running
@@ -40,6 +41,13 @@ def saved(checkpoint: Path) -> dict[str, Any]:
         "ours": POSITION_FILE in names,
         "place": place,
     }
+
+
+def batches_tracked(checkpoint: Path) -> int:
+    """How many forwards are in the generator's running statistics."""
+    found = load_file(checkpoint / "model.safetensors")
+    [count] = [value for name, value in found.items() if name.endswith("num_batches_tracked")]
+    return int(count)
 
 
 def test_a_gan_equals_plain_ddp_bit_for_bit_also_with_discards(
@@ -100,6 +108,8 @@ def test_killed_between_two_updates_and_in_a_save_and_stopped(
         zero = run.killed_and_back(zero, 0, hold="between-50", of=1)
         before, again = (saved(tmp_path / f"checkpoint_{step}") for step in (torn - 5, torn))
         assert again.keys() == before.keys() and again != before
+        forwards = [batches_tracked(tmp_path / f"checkpoint_{step}") for step in (torn - 5, torn)]
+        assert forwards[1] * (torn - 5) == forwards[0] * torn
         for index in (0, 1):
             run.until_held(index, "step-60")
         assert run.lines(0)[-1]["pid"] == zero.pid

@@ -20,6 +20,10 @@ def leadership(first: bool = False) -> Leadership:
     return Leadership(ScriptPosition(), group_size=1, speaks=True, first=first)
 
 
+def saves_of(lead: Leadership) -> Saves:
+    return Saves(lead, lambda: lambda: None)
+
+
 def event(saves: Saves, lead: Leadership, mine: int, *members: int) -> None:
     """An event that these processes have done together is committed."""
     rank, size = members.index(mine), len(members)
@@ -30,7 +34,7 @@ def event(saves: Saves, lead: Leadership, mine: int, *members: int) -> None:
 
 def test_the_next_main_process_writes_what_the_one_before_has_not() -> None:
     lead = leadership()
-    saves, written = Saves(lead), list[str]()
+    saves, written = saves_of(lead), list[str]()
     event(saves, lead, 2, 0, 1, 2)
     saves.save(lambda: saves.save(lambda: None), lambda: written.append("made"))
     event(saves, lead, 2, 0, 1, 2)  # the main process has made it
@@ -47,7 +51,7 @@ def test_the_next_main_process_writes_what_the_one_before_has_not() -> None:
 def test_an_operation_within_a_save_is_not_after_it() -> None:
     """`save_state` waits for all processes before it writes, where Accelerate numbers the checkpoints."""
     lead = leadership()
-    saves, written = Saves(lead), list[str]()
+    saves, written = saves_of(lead), list[str]()
     event(saves, lead, 1, 0, 1)
     saves.save(lambda: event(saves, lead, 1, 0, 1), lambda: written.append("lost"))
     event(saves, lead, 1, 1)  # process 0 has died when it wrote
@@ -71,7 +75,7 @@ def test_at_the_end_it_waits_for_the_main_process(
 ) -> None:
     board, (main, other) = slots
     lead = leadership()
-    saves, written = Saves(lead), list[str]()
+    saves, written = saves_of(lead), list[str]()
     event(saves, lead, 1, 0, 1)
     main.leads(True)
     saves.save(lambda: None, lambda: written.append("last"))
