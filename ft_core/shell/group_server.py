@@ -328,7 +328,7 @@ class GroupRendezvous:
 
         deadline = time.monotonic() + limit_s
         try:
-            store = self._open(limit_s)
+            store = self._open(deadline)
             ranks = [f"{self._key}/{rank}" for rank in range(self._size)]
             store.set(ranks[self._rank], mine)
             store.wait(ranks, _left(deadline))
@@ -365,7 +365,7 @@ class GroupRendezvous:
 
         deadline = time.monotonic() + limit_s
         try:
-            store = self._open(limit_s)
+            store = self._open(deadline)
             key = f"{self._key}/{name}"
             if self._rank == 0 and not store.check([key]):
                 store.set(key, decide())
@@ -377,15 +377,15 @@ class GroupRendezvous:
                 f"here ({error})"
             ) from error
 
-    def _open(self, limit_s: float) -> Any:
-        """The store, to which this rank is connected."""
+    def _open(self, deadline: float) -> Any:
+        """The store, to which this rank is connected, and in which all ranks know this manager's key."""
         options = self._options
         if self._store is None:
-            where = options.store_addr, options.store_port
-            self._store = group_store(*where, limit_s, hosts=self._rank == 0)
+            where, left_s = (options.store_addr, options.store_port), deadline - time.monotonic()
+            self._store = group_store(*where, max(left_s, 0.001), hosts=self._rank == 0)
             self._store.set_timeout(timedelta(seconds=options.timeouts.connect_timeout_s))
         if not self._key:
-            self._key = self._roll_call.key(self._store, limit_s)
+            self._key = self._roll_call.key(self._store, _left(deadline).total_seconds())
         return self._store
 
     def announce(self, leader: Leader) -> None:

@@ -96,7 +96,9 @@ class RollCall:
             store.set(f"{self._here}/rank {self._rank}", self._number)
         while not (key := self._answer(store) if self._rank else self._call(store)):
             if overdue.passed(deadline, time.monotonic()):
-                raise dist.DistStoreError(f"they have not answered within {limit_s:g} s")
+                raise dist.DistStoreError(
+                    f"another rank of this replica group has not answered within {limit_s:g} s"
+                )
             time.sleep(pause_s)  # a wait in the store would hear no signal
             pause_s = min(2 * pause_s, 0.05)
         return key

@@ -74,7 +74,7 @@ def test_what_an_earlier_life_left_answers_no_roll_call() -> None:
         return RollCall("here", rank, 3).key(ranks[rank], PATIENCE_S)
 
     lives = [replicas(*[partial(call, rank) for rank in range(3)]) for _ in range(2)]
-    with pytest.raises(dist.DistStoreError, match="have not answered within 0.01 s"):
+    with pytest.raises(dist.DistStoreError, match="has not answered within 0.01 s"):
         RollCall("here", 0, 3).key(ranks[0], 0.01)  # both others of the last life are in the store
     lives.append(replicas(*[partial(call, rank) for rank in range(3)]))
     with pytest.raises(dist.DistStoreError):
