@@ -64,6 +64,12 @@ def is_main(runtime: Runtime, original: Any, self: Any) -> bool:
 
 
 @while_active
+def is_main_to_log(runtime: Runtime, original: Any, self: Any) -> bool:
+    """Whether this is the main process, asked by a script that is about to log lines and not to write a file."""
+    return runtime.leader
+
+
+@while_active
 def saves(runtime: Runtime, original: Any, *args: Any, **kwargs: Any) -> Any:
     """What only the main process writes: the next one does, if it dies in it. Nothing, where the peers have
     done this already."""

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -393,15 +394,8 @@ def _on_mlflow(module: ModuleType) -> None:
 
 
 def _on_integrations(module: ModuleType) -> None:
-    begin, end = (
-        f"TensorBoardCallback.{name}" for name in ("_init_summary_writer", "on_train_end")
-    )
-    _put(
-        (
-            Seam(INTEGRATIONS, begin, ("self", "args"), _tensorboard_begin),
-            Seam(INTEGRATIONS, end, ("self", "args"), _over("tensorboard")),
-        )
-    )
+    begin = "TensorBoardCallback._init_summary_writer"
+    _put((Seam(INTEGRATIONS, begin, ("self", "args"), _tensorboard_begin),))
 
 
 def _put(names: tuple[Seam, ...]) -> None:
@@ -437,8 +431,11 @@ def _mlflow_start_run(
 def _tensorboard_begin(
     runtime: Runtime, original: Any, self: Any, args: Any, log_dir: str | None = None
 ) -> None:
-    """A run is a folder, which has the time in its name unless the script names it."""
-    log_dir = runtime.runs.to_continue("tensorboard") or log_dir
+    """A run is a folder, which has the time in its name unless the script names it. It is not over with the
+    training: an evaluation behind that is logged there, too. Another Trainer has an `output_dir` of its own."""
+    known = runtime.runs.to_continue("tensorboard")
+    if known is not None and Path(args.output_dir).absolute() in Path(known).absolute().parents:
+        log_dir = known
     if not hasattr(self, "logging_dir"):  # transformers 4
         original(self, args, log_dir)
     else:

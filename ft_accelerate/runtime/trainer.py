@@ -63,7 +63,13 @@ from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoints import FOLDER, publish
 from ft_accelerate.runtime.divided_data import index_sampler, skips_by_index
-from ft_accelerate.runtime.process import is_main, saves, unless_catching_up, while_active
+from ft_accelerate.runtime.process import (
+    is_main,
+    is_main_to_log,
+    saves,
+    unless_catching_up,
+    while_active,
+)
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import UNKNOWN, Elsewhere, Phase, ScriptPosition
 from ft_accelerate.runtime.succession import owed_hooks
@@ -299,6 +305,15 @@ def _hyperparameter_search(runtime: Runtime, original: Any, self: Any, *args: An
     return original(self, *args, **k)
 
 
+@while_active
+def _main_process_first(
+    runtime: Runtime, original: Any, self: Any, local: bool = True, desc: str = "work"
+) -> Any:
+    """As Accelerate's. The original waits in torch's barrier, which reaches this process only."""
+    state = self.distributed_state
+    return state.local_main_process_first() if local else state.main_process_first()
+
+
 def _with_our_barrier(dist: Any) -> Any:
     return world.TorchProxy(dist, barrier=world.barrier)
 
@@ -505,7 +520,12 @@ SEAMS = seams.table(
         "transformers.training_args": (
             ("TrainingArguments.__post_init__", ("self",), _init_arguments),
             ("TrainingArguments.should_save", (), is_main),
-            ("TrainingArguments.should_log", (), is_main),
+            ("TrainingArguments.should_log", (), is_main_to_log),
+            (
+                "TrainingArguments.main_process_first",
+                ("self", "local", "desc"),
+                _main_process_first,
+            ),
         ),
         "transformers.trainer_utils": (
             (

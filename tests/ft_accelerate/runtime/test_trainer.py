@@ -241,6 +241,20 @@ def test_killed_in_a_prediction_after_the_training(tmp_path: Path) -> None:
     assert found[0]["logs"] == found[1]["logs"]
 
 
+def test_what_the_next_main_process_logs_after_the_training_is_in_the_folder_of_the_training(
+    tmp_path: Path,
+) -> None:
+    """A run of TensorBoard is a folder. That evaluation's row was in one of its own, in the working directory."""
+    if "tensorboard" not in installed_trackers():
+        pytest.skip("no TensorBoard")
+    options = ("--epochs", "1", "--predict")
+    kills = "0:0:on_prediction_step:5"
+    protected(TRAINER, tmp_path / "ft", *options, kills=kills, TRAINER_REPORT_TO="tensorboard")
+    folder = tmp_path / "ft" / "checkpoints" / "runs"
+    assert len(list(folder.iterdir())) == 1
+    assert in_tensorboard(folder, "eval/loss") == [7, 7]
+
+
 def test_a_batch_sampler_of_the_scripts_own_hears_the_epoch_that_one_enters(tmp_path: Path) -> None:
     """Trainer tells it to none that is behind a loader which skips batches: the samples were those of epoch 0."""
     found, _ = protected(TRAINER, tmp_path / "ft", "--epochs_batches", kills="1:0:on_step_begin:10")
