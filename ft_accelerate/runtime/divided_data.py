@@ -118,6 +118,12 @@ def index_sampler(loader: Any) -> BatchSamplerShard | None:
     return None
 
 
+def drawn_before_fetch(loader: Any) -> torch.Tensor | None:
+    """Torch's random numbers where the loader read the batch that the script asks for next."""
+    sampler = index_sampler(loader)
+    return None if sampler is None else sampler.__dict__.get("_ft_drawn")
+
+
 def generator_of(loader: Any) -> torch.Generator | None:
     """The one that shuffles this loader's data, where all replica groups must draw alike: Accelerate's, or one
     that its sampler has of its own."""

@@ -169,6 +169,7 @@ class _Pass:
         """The real batches, from this pass's position on."""
         loader, iteration = self._loader, self._iteration
         self._share = self._runtime.group_ranks.share
+        drawn = self._runtime.drawn_before_fetch()
         read_as(loader, self._runtime.process_index, self._runtime.num_processes)
         skip, own = iteration.yielded - iteration.left_out, torch.get_rng_state()
         state = self._runtime.position.generator_states.pop(iteration.seq, None)
@@ -192,6 +193,10 @@ class _Pass:
             return _later(self._original(loader), skip)
         if skip and sampler is not None:
             sampler._ft_skip = skip
+        reads_here = not (loader.base_dataloader.num_workers or lent)
+        if sampler is not None and reads_here and iteration.yielded and drawn is not None:
+            sampler._ft_draws = _skipped(loader), drawn, own
+            return self._original(loader)
         return _drawn(self._original(loader), own) if keeps_own else self._original(loader)
 
     def _draw_as_peers(self, sampler: Any | None) -> None:
@@ -300,9 +305,23 @@ def _later(batches: Iterator[Any], skip: int) -> Iterator[Any]:
 
 
 def skip_batches(original: Original, sampler: Any) -> Iterator[Any]:
-    """`BatchSamplerShard.__iter__`: leaves out as many batches as `_ft_skip` says, once."""
+    """`BatchSamplerShard.__iter__`: leaves out as many batches as `_ft_skip` says, once.
+
+    A loader without workers reads a batch when it has its indices, and may draw for it (masked language models): that
+    was one batch before it is asked for, with the random numbers of then. `_ft_draws`: how many batches
+    `skip_first_batches` leaves out, and the peers' random numbers where the one behind was read, and where it was
+    asked for; once.
+    """
     # Not before the first batch is asked for: a loader with workers makes two iterators, and uses the second.
-    yield from islice(original(sampler), sampler.__dict__.pop("_ft_skip", 0), None)
+    batches = islice(original(sampler), sampler.__dict__.pop("_ft_skip", 0), None)
+    left_out, read, asked = sampler.__dict__.pop("_ft_draws", (-1, None, None))
+    for index, batch in enumerate(batches):
+        if index == left_out:
+            torch.set_rng_state(read)
+        sampler._ft_drawn = torch.get_rng_state()
+        yield batch
+        if index == left_out:
+            torch.set_rng_state(asked)
 
 
 def _take_resumed(loader: Any) -> _LoaderState:

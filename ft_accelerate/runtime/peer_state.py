@@ -21,7 +21,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ft_accelerate.runtime.divided_data import generator_of, seeded_sampler
+from ft_accelerate.runtime.divided_data import drawn_before_fetch, generator_of, seeded_sampler
 from ft_accelerate.runtime.models import FollowsTheScript
 from ft_accelerate.runtime.script_position import Iteration, Target
 from ft_core.heal import digest
@@ -285,15 +285,19 @@ class Begun:
 
     def __init__(self, accelerators: Callable[[], Accelerators]) -> None:
         self._numbers = RandomNumbers()
+        self._drawn: Tensor | None = None
+        """What the random numbers were where the window's first batch was read."""
+        self._peers_drawn: Tensor | None = None
         self.changed = ChangedInStep(lambda: _models(accelerators()))
         self.weights = Weights(accelerators)
         self._lack_draws = False
         self._decisive: dict[str, dict[str, list[Any]]] = {}
         self._large: set[tuple[int, int]] = set()
 
-    def mark(self, accelerators: Accelerators) -> None:
-        """A window begins."""
+    def mark(self, accelerators: Accelerators, loader: Any = None) -> None:
+        """A window begins, with a batch of this loader."""
         self._numbers.mark()
+        self._drawn = None if loader is None else drawn_before_fetch(loader)
         self.changed.forget()
         self._mark_decisive(accelerators)
 
@@ -333,7 +337,7 @@ class Begun:
         begun = {number: dict(kept) for number, kept in self._decisive.items()}
         for kept in begun.values():
             kept["custom"] = [pickle.loads(each) if each else None for each in kept["custom"]]
-        return {"numbers": self._numbers.marked(), "begun": begun}
+        return {"numbers": self._numbers.marked(), "drawn": self._drawn, "begun": begun}
 
     def add_to(self, state: dict[str, Any], *, drifts: bool) -> None:
         """What a peer needs that comes to the window. `drifts`: optimizers update models between the steps that are voted
@@ -363,7 +367,14 @@ class Begun:
         """Draw from here on what the peers, who have dumped `state`, have drawn from their mark on."""
         if self._numbers.take(state["numbers"]):
             self._numbers.put_back()
+            self._peers_drawn = state["drawn"]
             self._lack_draws = False
+
+    def drawn_before_fetch(self) -> Tensor | None:
+        """The peers' random numbers where they had read the first batch of the window to which this process has
+        come; once."""
+        drawn, self._peers_drawn = self._peers_drawn, None
+        return drawn
 
     def go_live(self, *numbers: int) -> None:
         """`numbers`: which no other process or moment has."""

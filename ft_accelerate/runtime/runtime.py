@@ -83,6 +83,7 @@ class Runtime:
         self.position, self.prepared = ScriptPosition(), Prepared()
         self.means, self.past = Means(self.prepared, self.position), PastResults(self.position)
         self._begun = states.Begun(lambda: self.prepared.accelerators)
+        self.drawn_before_fetch = self._begun.drawn_before_fetch
         self._data = DividedData.of(ranks, self.position)
         alone, longest_s = place.group_world_size == 1, LONGEST * options.timeout_s
         self._catch_up = CatchUp(self.position, measures=alone, longest_s=longest_s)
@@ -248,7 +249,7 @@ class Runtime:
                     self._manager.report_error(RuntimeError(LEFT_BATCH))
                     self._vote()
             if position.open_window(iteration):
-                self._begun.mark(self.prepared.accelerators)
+                self._begun.mark(self.prepared.accelerators, loader)
             if not self._open:
                 self._begin("fetch")
             if self.live:

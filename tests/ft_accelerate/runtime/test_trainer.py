@@ -264,6 +264,19 @@ def test_a_batch_sampler_of_the_scripts_own_hears_the_epoch_that_one_enters(tmp_
         same(report, expected)
 
 
+@enters_the_loop
+def test_a_batch_for_which_numbers_are_drawn_as_it_is_read_is_that_of_a_run_without_faults(
+    tmp_path: Path,
+) -> None:
+    """Accelerate reads it one batch early. One that came back drew for it once it was asked for, and all that
+    followed (masks, dropout) was drawn from other numbers than its peers'."""
+    options = ("--masked", *BEST)
+    kills = "1:0:on_step_end:4 0:0:on_step_begin:9 1:1:on_step_begin:9"
+    found, _ = protected(TRAINER, tmp_path / "ft", *options, kills=kills)
+    for report, expected in zip(found, plain(TRAINER, tmp_path / "plain", *options), strict=True):
+        same(report, expected)
+
+
 def test_a_hot_spare_takes_over_the_share_of_one_that_is_killed(
     oracle: list[Report], tmp_path: Path
 ) -> None:

@@ -245,6 +245,13 @@ class EpochsTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
 
+def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Draws for each batch as it is read, as transformers' own for masked language models does."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    batch["input_ids"][torch.rand(batch["input_ids"].shape) < 0.15] = 0
+    return batch
+
+
 def await_(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.02)
@@ -278,6 +285,7 @@ def main() -> None:
     parser.add_argument("--evaluate_each_first", action="store_true")
     parser.add_argument("--epochs_batches", action="store_true")
     parser.add_argument("--await_late", action="store_true")
+    parser.add_argument("--masked", action="store_true")
     options = parser.parse_args()
     out = Path(options.out)
     torch.manual_seed(0)
@@ -338,6 +346,7 @@ def main() -> None:
         train_dataset=Sources(["argparse", "ast", "abc"], 104),
         eval_dataset=Sources(["bisect", "calendar"], options.evaluated),
         callbacks=callbacks,
+        data_collator=masked if options.masked else None,
     )
     if options.evaluate_each_first:
         first = EvaluateFirst()
