@@ -330,13 +330,13 @@ def ask(*, num_processes: int, num_machines: int) -> dict[str, Any]:
         f"After how many seconds should a replica group that hangs be evicted? [{timeout_s:g}]: ",
         _answer_to("timeout_s"),
         timeout_s,
-        "Please enter a number.",
+        "Please enter a number of seconds above 0.",
     )
     restarts = _field(
         "How often within an hour may a replica group that died be restarted? [no limit]: ",
-        lambda text: _answer_to("max_restarts")(text) if text else None,
+        lambda text: _between(_answer_to("max_restarts")(text), 0, float("inf")) if text else None,
         None,
-        "Please enter a number.",
+        "Please enter a whole number from 0 on, or nothing.",
     )
     if restarts is not None:
         section[argument_name("max_restarts")] = restarts
