@@ -101,7 +101,7 @@ class Runtime:
         self.manager: Manager | None = None
         same = options.job_id != SHARED_JOB or supervision.restarts > 0
         self.saved = SavedPosition(self.position, options.job_id if same else "")
-        self.runs = TrackerRuns()
+        self.runs, self.own_writes = TrackerRuns(), OwnWrites(slot())
         self.attempts_discarded = 0
         self.contributes = True
         """Whether this process's values count in the current step: it is not only healing."""
@@ -118,7 +118,6 @@ class Runtime:
             first=ranks.number == 0 and (supervision.restarts == 0 or ranks.is_only_group),
         )
         self.saves = Saves(self.leadership, self.reducer.keep_buffers)
-        self.own_writes = OwnWrites(slot())
         self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._finished = False
         self._untaken, self._failed = False, ""
