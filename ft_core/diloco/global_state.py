@@ -151,15 +151,23 @@ class GlobalState:
 
     @torch.no_grad()
     def take_buffers(self) -> None:
-        """The model's present buffers are the global ones."""
-        for name, buffer in persistent_buffers(self._model).items():
+        """The model's present buffers are the global ones. Raises ValueError if it has got others since."""
+        buffers = persistent_buffers(self._model)
+        if new := sorted(set(buffers) - set(self._buffer_copies)):
+            raise ValueError(
+                f"buffers that the model has got since training began would not be equal in all groups: "
+                f"{', '.join(new)}. Register them before, or with persistent=False; LocalSGD and DiLoCo "
+                "can't prune (torch.nn.utils.prune, Lightning's ModelPruning)"
+            )
+        for name, buffer in buffers.items():
             self._buffer_copies[name].copy_(buffer)
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """Put the global buffers into the model."""
-        for name, buffer in persistent_buffers(self._model).items():
-            buffer.copy_(self._buffer_copies[name])
+        buffers = persistent_buffers(self._model)
+        for name in buffers.keys() & self._buffer_copies.keys():
+            buffers[name].copy_(self._buffer_copies[name])
 
     # ------------------------------------------------------------------ heal and checkpoint
 

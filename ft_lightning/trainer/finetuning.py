@@ -1,4 +1,4 @@
-"""Parameters that are frozen when a fit begins, and trained later in it (Lightning's `BaseFinetuning`).
+"""Parameters that callbacks unfreeze or prune in a fit (Lightning's `BaseFinetuning`, `ModelPruning`).
 
 torch's DDP averages the gradients of the parameters that are trainable when it wraps the model. Under
 stock `ddp` one that is unfrozen later is trained by each process for itself, without a word. Here a
@@ -7,6 +7,10 @@ are frozen, as `find_unused_parameters` allows.
 
 A group that heals takes over which parameters are trainable, which batch normalizations keep statistics,
 and the groups of the optimizer's parameters, which the callback makes again as for a resumed fit.
+
+Of a parameter that is pruned torch holds `weight_orig` and `weight_mask` in place of `weight`. The checkpoint
+of `ModelPruning` holds the product only: neither the masks, nor the values under them. A group that heals gets
+both, and prunes its model likewise before it loads them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from ft_core.optimizer import Strangers, refuse_once_frozen
 
@@ -71,6 +76,31 @@ def adopt(trainer: Any, known: dict[str, list[str]]) -> None:
         each.track_running_stats = name in statistics
     for callback in finetunes(trainer):
         callback.on_fit_start(trainer, module)
+
+
+def _pruned(state: dict[str, Any]) -> list[str]:
+    """The names that parameters in the state dict of a module had before they were pruned."""
+    names = [key.removesuffix("_mask") for key in state if key.endswith("_mask")]
+    return [name for name in names if f"{name}_orig" in state and name not in state]
+
+
+def as_pruned(saved: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
+    """The state dict `saved` of a checkpoint, with what `live` of the model holds for pruned parameters."""
+    names = _pruned(live)
+    if not names:
+        return saved
+    held = {f"{name}{part}": live[f"{name}{part}"] for name in names for part in ("_orig", "_mask")}
+    return {key: value for key, value in saved.items() if key not in names} | held
+
+
+def adopt_pruned(module: nn.Module, state: dict[str, Any]) -> None:
+    """Prune what is pruned in `state` and not yet in `module`; call it before `state` is loaded."""
+    for name in _pruned(state):
+        path, _, parameter = name.rpartition(".")
+        owner = module.get_submodule(path)
+        own = dict(owner.named_parameters(recurse=False)).get(parameter)
+        if own is not None:
+            prune.custom_from_mask(owner, parameter, state[f"{name}_mask"].to(own.device))
 
 
 def refuse_unaveraged(module: Any, averaged: set[int], optimizers: Iterable[Any]) -> None:

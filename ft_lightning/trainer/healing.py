@@ -126,6 +126,9 @@ def _checkpoint(trainer: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
             weights_only=False
         )
+        checkpoint["state_dict"] = finetuning.as_pruned(
+            checkpoint["state_dict"], trainer.strategy.lightning_module_state_dict()
+        )
     for owner in (trainer.lightning_module, trainer.datamodule):
         if owner is not None:
             # The target has its own. They may hold any object, and restoring does not read them.
@@ -188,6 +191,7 @@ def restore(
     try:
         with trainer.strategy.as_it_is():
             connector.restore_datamodule()
+            finetuning.adopt_pruned(trainer.lightning_module, checkpoint["state_dict"])
             connector.restore_model()
             connector.restore_callbacks()
             _adopt_averages(trainer)
