@@ -103,6 +103,33 @@ def adopt_pruned(module: nn.Module, state: dict[str, Any]) -> None:
             prune.custom_from_mask(owner, parameter, state[f"{name}_mask"].to(own.device))
 
 
+def reset_by_pruning(trainer: Any) -> list[bool]:
+    """Of each parameter that `ModelPruning` may reset to its first value (`use_lottery_ticket_hypothesis`,
+    its default): whether it has done so. From then on the first value is the parameter itself, in Lightning
+    2.6: another reset changes nothing."""
+    return [
+        isinstance(live, torch.Tensor) and live.data_ptr() == first.data_ptr()
+        for live, first in _first_values(trainer)
+    ]
+
+
+def adopt_reset(trainer: Any, known: list[bool]) -> None:
+    """Let the next pruning reset what it resets in a peer, of which `known` tells; the model is pruned already."""
+    for (live, first), is_reset in zip(_first_values(trainer), known, strict=True):
+        if is_reset:
+            first.data = live.data
+
+
+def _first_values(trainer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    for callback in trainer.callbacks:
+        layers: Any = getattr(callback, "_original_layers", None)
+        pruned: Any = getattr(callback, "_parameters_to_prune", None)
+        for layer in (layers or {}).values():
+            for place, name in layer["names"]:
+                module = pruned[place][0]
+                yield getattr(module, f"{name}_orig", None), getattr(layer["data"], name)
+
+
 def refuse_unaveraged(module: Any, averaged: set[int], optimizers: Iterable[Any]) -> None:
     """Raise ValueError for parameters that are trainable, and not among those that are `averaged` (ids): of
     `module`, and of an `optimizers` that holds others."""

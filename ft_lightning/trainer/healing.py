@@ -96,6 +96,7 @@ def dump(trainer: Any, data: Batches, *, batches: int = 0) -> dict[str, Any]:
         "checkpoint_names": trainer.strategy.checkpoint_names.state(),
         "last_saves": last_saves(trainer.checkpoint_callbacks),
         "trained": finetuning.trained(trainer),
+        "reset_by_pruning": finetuning.reset_by_pruning(trainer),
         "loaded_in": _loaded_in(trainer),
         "asked_with": data.asked_with,
         "origin": astuple(data.origin),
@@ -192,6 +193,7 @@ def restore(
         with trainer.strategy.as_it_is():
             connector.restore_datamodule()
             finetuning.adopt_pruned(trainer.lightning_module, checkpoint["state_dict"])
+            finetuning.adopt_reset(trainer, state["reset_by_pruning"])
             connector.restore_model()
             connector.restore_callbacks()
             _adopt_averages(trainer)
