@@ -99,8 +99,7 @@ class _Pass:
             torch.default_generator if self._draws_from_torch else generator_of(loader)
         )
         self._early = _drawn_early.pop(loader, None)
-        state = None if self._generator is None else self._generator.get_state()
-        state = state if self._early is None else self._early
+        state = None if self._generator is None else self._order_begins_at(self._generator)
         self._resumed = _take_resumed(loader)
         left_out = _done_in(self._resumed) + _skipped(loader)
         self._iteration = runtime.position.begin(state, left_out)
@@ -153,10 +152,14 @@ class _Pass:
                 real.close()  # type: ignore[attr-defined]
             position.finish(iteration, has_length=length is not None)
 
+    def _order_begins_at(self, generator: torch.Generator) -> torch.Tensor:
+        """What the generator is before it draws the order of this pass."""
+        return generator.get_state() if self._early is None else self._early.clone()
+
     def _take_order_of_main(self) -> None:
         """Each process has drawn the order of this pass on its own."""
         if self._generator is not None:
-            state = self._generator.get_state() if self._early is None else self._early.clone()
+            state = self._order_begins_at(self._generator)
             take_main(state)
             self._generator.set_state(state)
             self._iteration.generator_state = state

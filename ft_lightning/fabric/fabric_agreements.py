@@ -151,13 +151,12 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if self._is_alone:
             return tensor
         # In a pass whose results are discarded, user code expects rows of other processes.
-        groups = self._num_rows if self._window.local else 1
+        groups = self._row[1] if self._window.local else 1
         return rows.expand(groups, *rows.shape).flatten(0, 1)
 
     @property
-    def _num_rows(self) -> int:
-        """How many replica groups give a row to `all_gather`."""
-        return self.world_size // self._ranks.size
+    def _row(self) -> tuple[int, int]:
+        return self._ranks.place(self.global_rank, self.world_size)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """An agreement; before the first batch only the ranks of this replica group wait for each
@@ -288,12 +287,11 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         manager = self._manager
         assert manager is not None
         name, _, _, op = call
-        rows = self._num_rows
+        row, rows = self._row
         mine = tensor.expand(rows, *tensor.shape) if name == "all_gather" else tensor
         if not self._all_call(call) or name == "barrier":
             return mine
         if name == "all_gather":
-            row = self.global_rank // self._ranks.size
             result = gather_in_step(manager, tensor, row, rows)
         else:
             result = reduce_in_step(manager, tensor.clone(), op)

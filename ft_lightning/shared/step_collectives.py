@@ -57,6 +57,10 @@ class CopyRanks:
         Raises ValueError if there is no such operation."""
         return tensor
 
+    def place(self, rank: int, world_size: int) -> tuple[int, int]:
+        """The row in `gather_in_step` of the participant to which `rank` belongs, and how many rows there are."""
+        return rank // self.size, world_size // self.size
+
     def gather(self, tensor: Tensor) -> Tensor:
         """A row for each of the group's ranks."""
         return tensor.unsqueeze(0)

@@ -93,7 +93,8 @@ def _tell(module: str, strategy: Any) -> None:
             "ft_lightning",
             f"{module} asks torch.distributed for other processes within a step, which knows of none: what it then reduces "
             "or gathers itself (a loss over the samples of all, say) covers this process alone, and the weights are not "
-            "those of ddp. all_gather and reduce of the module or of Fabric reach all processes; self.all_gather(x, sync_grads=True) has gradients, too",
+            "those of ddp. all_gather and reduce of the module or of Fabric reach all processes; "
+            "self.all_gather(x, sync_grads=True) has gradients, too",
         )
 
 

@@ -390,8 +390,7 @@ class StepDriver:
 
     def gather(self, tensor: Tensor, rank: int, world_size: int) -> Tensor:
         """In a `training_step`: the rows of all ranks, of which this one is `rank`. As `gather_in_step`."""
-        mine, size = self._ranks.gather(tensor), self._ranks.size
-        where = rank // size, world_size // size
+        mine, where = self._ranks.gather(tensor), self._ranks.place(rank, world_size)
         gathered = self._operation(lambda: gather_in_step(self._manager, mine, *where))
         return gathered.flatten(0, 1)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,13 +80,15 @@ def adopt(trainer: Any, known: dict[str, list[str]]) -> None:
 
 
 def _pruned(state: dict[str, Any]) -> list[str]:
-    """The names that parameters in the state dict of a module had before they were pruned."""
+    """The names that parameters had before they were pruned; `state` has those of the module's tensors."""
     names = [key.removesuffix("_mask") for key in state if key.endswith("_mask")]
     return [name for name in names if f"{name}_orig" in state and name not in state]
 
 
-def as_pruned(saved: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
-    """The state dict `saved` of a checkpoint, with what `live` of the model holds for pruned parameters."""
+def as_pruned(saved: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The state dict `saved` of a checkpoint, with what `module` holds for pruned parameters."""
+    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers())
+    live = {name: tensor.detach() for name, tensor in named}
     names = _pruned(live)
     if not names:
         return saved

@@ -127,9 +127,8 @@ def _checkpoint(trainer: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
             weights_only=False
         )
-        checkpoint["state_dict"] = finetuning.as_pruned(
-            checkpoint["state_dict"], trainer.strategy.lightning_module_state_dict()
-        )
+        saved = checkpoint["state_dict"]
+        checkpoint["state_dict"] = finetuning.as_pruned(saved, trainer.lightning_module)
     for owner in (trainer.lightning_module, trainer.datamodule):
         if owner is not None:
             # The target has its own. They may hold any object, and restoring does not read them.
