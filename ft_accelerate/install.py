@@ -456,7 +456,7 @@ def _zero_module(runtime: Runtime, original: Any, self: Any, *args: Any, **kwarg
 def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = None) -> Any:
     if not self.gradient_state.sync_gradients:
         return original(self, closure)
-    if runtime.position.phase is not Phase.LIVE:
+    if not runtime.live:
         runtime.step_left_out()
         self._is_overflow = False
         if self.scaler is not None:

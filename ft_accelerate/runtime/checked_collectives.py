@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ft_accelerate.runtime.script_position import UNKNOWN, Phase, ScriptPosition
+from ft_accelerate.runtime.script_position import UNKNOWN, ScriptPosition
 from ft_core.collectives.agreement import exchange_headers
 from ft_core.manager import Manager
 
@@ -141,7 +141,7 @@ class Header(NamedTuple):
 
 def align(position: ScriptPosition, headers: Collection[Header]) -> None:
     """Count passes over loaders as the process at this event that has made the fewest."""
-    if position.phase is Phase.LIVE and all(header.event == position.events for header in headers):
+    if position.live and all(header.event == position.events for header in headers):
         passes = min(header.passes for header in headers)
         position.align(passes, min(header.under_way for header in headers))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from ft_accelerate.runtime.script_position import Phase, ScriptPosition
+from ft_accelerate.runtime.script_position import ScriptPosition
 from ft_core.launch.board import SCRIPT, Slot, slot
 from ft_core.launch.trackers import HeldSaves, Opening
 from ft_core.manager import Manager
@@ -71,7 +71,7 @@ class Leadership:
         have been there for all events; if there is none, the first."""
         if any(opening.here for opening in self._openings):
             return True
-        leads = self.holds and self._position.phase is Phase.LIVE
+        leads = self.holds and self._position.live
         self.denied += not leads
         return leads
 

@@ -138,7 +138,7 @@ class Memory:
         """What `compute(answers)` returns, or has returned. `answers`: for the script's past, in which its
         output stands for others. `counts`: a backward is one that synchronizes."""
         position = self._position
-        if position.phase is not Phase.LIVE and position.remembers:
+        if not position.live and position.remembers:
             return self._remembered_forward(module, compute, inputs, kwargs, counts)
         self._remembered.clear()
         self._shared.clear()

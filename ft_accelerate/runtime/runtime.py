@@ -37,17 +37,17 @@ from ft_accelerate.runtime.checkpoints import SavedPosition
 from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, OwnWrites, Saves, TrackerRuns
 from ft_accelerate.runtime.means import Means
-from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel, Prepared, freeze, thaw
+from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel, Prepared
 from ft_accelerate.runtime.past_results import PastResults, refuse_unlike
 from ft_accelerate.runtime.script_position import (
     CAUGHT,
     EARLY,
-    LATER,
     Iteration,
     Phase,
     ScriptPosition,
 )
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
+from ft_accelerate.runtime.state_exchange import StateExchange
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import SHARED_JOB, ReplicaEnv, Supervision
@@ -82,7 +82,8 @@ class Runtime:
         self.startup = StartupCollectives(ranks)
         self.position, self.prepared = ScriptPosition(), Prepared()
         self.means, self.past = Means(self.prepared, self.position), PastResults(self.position)
-        self._begun = states.Begun(lambda: self.prepared.accelerators)
+        self._exchange = StateExchange(self.prepared, self.position, self.means, self.past)
+        self._begun = self._exchange.begun
         self.drawn_before_fetch = self._begun.drawn_before_fetch
         self._data = DividedData.of(ranks, self.position)
         alone, longest_s = place.group_world_size == 1, LONGEST * options.timeout_s
@@ -105,8 +106,6 @@ class Runtime:
         self.attempts_discarded = 0
         self.contributes = True
         """Whether this process's values count in the current step: it is not only healing."""
-        self.serve_copies = False
-        """See `drift`."""
         self.on_live: list[Callable[[], None]] = []
         """Called when the script stands where its peers' stood when they sent their state."""
         self.unfinished: Callable[[], None] | None = None
@@ -120,9 +119,8 @@ class Runtime:
         self.saves = Saves(self.leadership, self.reducer.keep_buffers)
         self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._finished = False
-        self._untaken, self._failed = False, ""
+        self._failed = ""
         self._at, self._starting = "fetch", 0  # the thread in which a quorum is being started
-        self._healed: dict[str, Any] | None = None
         self._headers = GradientHeaders(kept_apart=False)
         self._sigterm = Sigterm(self._is_waiting)
         log_to = place.event_log
@@ -141,7 +139,7 @@ class Runtime:
     @property
     def live(self) -> bool:
         """Whether the script's work counts."""
-        return self.position.phase is Phase.LIVE
+        return self.position.live
 
     @property
     def leader(self) -> bool:
@@ -215,7 +213,7 @@ class Runtime:
             if position.phase is Phase.FAST_FORWARD:
                 if self.prepared.learns:  # else it may be taken for an evaluation's own error
                     position.refuse_size()
-                self._take()
+                self._exchange.take()
                 if position.leap(iteration):
                     self.prepared.begin_accumulation()
                 if not position.arrive(iteration):
@@ -223,7 +221,7 @@ class Runtime:
                     self._end_if_due()
                     self._keep_peers_going()
                     return
-                self._arrived()
+                self._exchange.arrive()
                 if self._begun.weights.changed():
                     self.leave_for_now("its script has changed a model on its way to its peers")
                 if self._aside:
@@ -258,23 +256,13 @@ class Runtime:
             self._data.follow(iteration, self.manager.step.part)
 
     def begin_try(self, *, again: bool) -> None:
-        """See `ScriptPosition.begin_try`. Peers that are before the first window of a try have drawn more in those before."""
+        """See `ScriptPosition.begin_try`."""
         self.position.begin_try(again=again)
-        if self.live:
-            self._begun.mark(self.prepared.accelerators)
-        elif self._healed is not None and self.position.at_beginning:
-            self._begun.draw_as(self._healed)
-
-    def _arrived(self) -> None:
-        """The script stands where its peers' window began: forget what it did in its past."""
-        self._restore()
-        self.prepared.forget_past()
-        if self._healed is not None:
-            self._begun.arrive(self.prepared.accelerators, self._healed)
+        self._exchange.begin_try()
 
     def _go_live_if_there(self, at: str) -> None:
         """Go live if the peers have done no more. One that has left meanwhile asks them first: they have gone on."""
-        self._take()
+        self._exchange.take()
         if self.live or self._aside:
             return
         target, missed = self.position.target, self.position.missed
@@ -283,9 +271,7 @@ class Runtime:
             if self.position.missed > missed and (place := self.position.in_words()):
                 away = after(time.monotonic() - self._there_at)
                 self.group_ranks.tell(f"is back at {place}{away and ','}{away}")
-            self._restore(models=target.at == "fetch")
-            self.means.arrived(within_backward=target.at == "grad")
-            self._healed = None
+            self._exchange.go_live(target.at)
             self._catch_up.live()
             for arrived in self.on_live:
                 arrived()
@@ -307,12 +293,6 @@ class Runtime:
             self._catch_up.left()
         if text := self._catch_up.news(now):
             self.group_ranks.tell(text)
-
-    def _restore(self, *, models: bool = True) -> None:
-        thaw(self.prepared.registered)
-        if (healed := self._healed) is not None:
-            here = {"arrived": self.live, "decisive": not self.position.replays}
-            states.restore(self.prepared.accelerators, healed, models=models, **here)
 
     # ------------------------------------------------------------------ gradients
 
@@ -355,7 +335,7 @@ class Runtime:
         """Whether models change between votes, each process's in its own way (LocalSGD): sent as copies, not compared."""
         if drifts and self.options.spares:
             raise ValueError(DRIFTING)
-        self.serve_copies = drifts
+        self._exchange.copies = drifts
         self._begun.changed.forget()
         if self.manager is not None:
             self.manager.compare_states(not drifts)
@@ -451,7 +431,7 @@ class Runtime:
         self._end_if_due()
         if at == "op" and self.reducer.busy:
             self.reducer.before_forward()  # a backward has raised, and the script has caught it
-        if self._untaken and self.live and at != "op":
+        if self._exchange.untaken and self.live and at != "op":
             self.leave_for_now("it came back while a model was prepared: the rest has not healed")
         if not self._open:
             self._join(at)
@@ -527,7 +507,7 @@ class Runtime:
                     self._end_early(LATE_SHARE.format(self.options.replica_group_id, part.share))
             target = self.position.target
             if target is None or self.live:
-                if joins and self._healed is None and self.leadership.holds:
+                if joins and self._exchange.received is None and self.leadership.holds:
                     self.saved.trains()
                 return
             if self.position.given_up:
@@ -543,7 +523,7 @@ class Runtime:
 
     def _end_too_late(self, error: TrainingOver) -> NoReturn:
         """Nothing is left to do, and nothing has failed."""
-        late = self._healed is None
+        late = self._exchange.received is None
         how = "came back too late" if late else "was still catching up"
         log.warning("this process %s: %s", how, error)
         self._leave_for_good()
@@ -560,7 +540,7 @@ class Runtime:
         apart = self.options.commit == "quorum" and device.type == "cpu"
         self._headers = GradientHeaders(kept_apart=apart)
         manager = self.group_ranks.manager(device)
-        manager.set_state_dict_fns(self._load, self._dump)
+        manager.set_state_dict_fns(self._exchange.load, self._dump)
         manager.preallocate_state(*self.prepared.optimizers)
         manager.register_compared(
             "optimizers", lambda: states.moments(self.prepared.optimizers), after_heals=True
@@ -577,56 +557,18 @@ class Runtime:
             into=lambda: states.places(prepared),
         )
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
-        manager.compare_states(not self.serve_copies)
-        manager.state.whole, manager.state.takes_kept = self._can_be_kept, self._takes_kept
+        manager.compare_states(not self._exchange.copies)
+        manager.state.whole = self._exchange.can_be_kept
+        manager.state.takes_kept = lambda parts: self._exchange.takes_kept(parts, self.saved)
         self.manager = manager
         # The exit hooks of last come first: this process leaves before its process group is shut down.
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
 
-    # ------------------------------------------------------------------ heal
-
     def _dump(self) -> dict[str, Any]:
         if threading.get_ident() != self._starting:  # the heal's thread asks where to receive
-            return states.places(self.prepared.accelerators)
-        if self.position.target is not None and self._healed is not None:
-            return self._healed  # this script is on its way there, and so are parts of its state
-        state = states.dump(self.prepared.accelerators, self.position.describe(self._at))
-        state["gradients"] = self.means.given(within_backward=self._at == "grad")
-        self._begun.add_to(state, drifts=self.serve_copies)
-        state["past"] = self.past.dump()
-        return states.copied(state) if self.serve_copies else state
-
-    def _load(self, state: dict[str, Any]) -> None:
-        """Take a peer's state, and set out for its place. Called inside `start_quorum`."""
-        target = states.target_in(state)
-        if self.position.is_in_past_of(target):
-            raise TrainingOver(LATER)
-        self._healed, self._untaken, place = state, True, target.window or (0, 0)
-        self.position.relocate(target)
-        self._begun.relocated(remembers=self.position.remembers)
-        self.means.peers = state["gradients"]
-        self.past.take(state["past"])
-        self._take()
-        log.info("healed; the others are in pass %s over the loaders, batch %s", *place)
-
-    def _take(self) -> None:
-        """Put what has healed in place, once this script has prepared what its peers had prepared."""
-        if self._untaken and not (self.live or self.prepared.adding or self.position.given_up):
-            self._untaken = False
-            self._restore()
-            if self.position.remembers:
-                freeze(self.prepared.registered)
-
-    def _can_be_kept(self) -> bool:
-        return self.live and not self.position.pending and not self.serve_copies
-
-    def _takes_kept(self, parts: dict[str, Any]) -> bool:
-        state, prepared = parts["default"], self.prepared
-        target = states.target_in(state)
-        past = prepared.past(state, told=bool(target.epochs))
-        trained = bool(states.moments(prepared.optimizers))
-        return self.saved.goes_on_from(target, past=past, has_trained=trained)
+            return self._exchange.places()
+        return self._exchange.dump(self._at)
 
     # ------------------------------------------------------------------ leave
 

@@ -242,6 +242,11 @@ class ScriptPosition:
     """Where the window would have begun if an optimizer had stepped on the gradients that are averaged,
     and the operations, gradient steps and norms of the window until there."""
 
+    @property
+    def live(self) -> bool:
+        """Whether the script's work counts."""
+        return self.phase is Phase.LIVE
+
     # ------------------------------------------------------------------ loaders
 
     @property
@@ -271,7 +276,7 @@ class ScriptPosition:
     def resume_at(self, seq: int, *, behind: bool = False) -> None:
         """What the script has loaded was saved there, or `behind` that pass's last batch: one that leaves nothing out
         goes on with the next one of training. Counts before its first pass only."""
-        if self.iterations == 0 and self.phase is Phase.LIVE:
+        if self.iterations == 0 and self.live:
             self.iterations = seq
             self._ended = seq if behind else None
 
@@ -491,7 +496,7 @@ class ScriptPosition:
 
     def relocate(self, target: Target) -> None:
         """The state is now that of a peer at `target`: get the script there."""
-        if self.phase is Phase.LIVE:
+        if self.live:
             self._left_at = self.events
         self.target, self.agreed, self.begun_before = target, 0, target.begun_before
         self.trainings = list(target.trainings)
