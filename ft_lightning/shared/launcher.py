@@ -159,8 +159,9 @@ def script_command(processes: int) -> list[str]:
     test_runner = program in ("pytest", "py.test", "unittest")
     runnable = hasattr(__main__, "__file__") and (spec is not None or os.path.exists(path))
     if test_runner or not runnable:
+        run = "a process that runs" if processes == 1 else f"{processes} processes that run"
         raise RuntimeError(
-            f"devices={processes} starts {processes} processes that run your script again, and "
+            f"devices={processes} starts {run} your script again, and "
             "there is none to run (a notebook, a test runner or `python -c`): put the training "
             "into a script, or start the processes yourself with REPLICA_GROUP_ID, "
             "NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE set"

@@ -8,7 +8,6 @@ What the launcher says (`launch_env`) tells the ways to start apart; the first r
 | REPLICA_GROUP_ID, several SLURM tasks | any, M > 1 | a rank of that group, whose M tasks they are |
 | REPLICA_GROUP_ID | any | one replica group of NUM_REPLICA_GROUPS (started by a person or by us) |
 | several SLURM tasks | any, M (default 1) | a rank of replica group number SLURM_PROCID // M |
-| NODE_RANK, num_nodes=K | 1 | one replica group: number NODE_RANK of K |
 | NODE_RANK, num_nodes=K | N, M (default N) | the supervisor of this machine's N / M groups |
 | | 1 | the only replica group |
 | | N, M (default 1) | the supervisor of N / M replica groups on this machine |
@@ -240,13 +239,13 @@ def _on_node(
         raise ValueError(f"{ENV_NODE} is {node}, but there are num_nodes={num_nodes} machines")
     _need_lighthouse(launched.replica, lighthouse, f"num_nodes={num_nodes}")
     size = group_size or count
-    here, alone = _groups_of(count, size), count == 1
+    here = _groups_of(count, size)
     return Scope(
-        role=Role.MEMBER if alone else Role.SUPERVISOR,
-        name=str(node) if alone else "supervisor",
+        role=Role.SUPERVISOR,
+        name="supervisor",
         index=node * here,
         num_groups=num_nodes * here,
-        supervised=0 if alone else here,
+        supervised=here,
         group_size=size,
         event_log=launched.replica.event_log,
         job_id=launched.slurm_job,

@@ -41,7 +41,8 @@ class Run(runs.Run):
             env["FT_JOB_ID"] = str(self.log)  # one lighthouse serves several runs
         env = {"FT_EVENT_LOG": str(self.log / "events"), **env}
         arguments = [*through, str(self.script), json.dumps(self.options)]
-        supervises = bool(through) or ("RANK" not in env and self.options.get("devices", 1) > 1)
+        several = "NODE_RANK" in env or self.options.get("devices", 1) > 1
+        supervises = bool(through) or ("RANK" not in env and several)
         return self.launch(arguments, env, without=NOT_OURS, supervises=supervises)
 
     def start_ranks(self, index: int, *, size: int, groups: int, **env: str) -> list[Process]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.launch.restarts import AWAY_EXIT_CODE, OVER_EXIT_CODE
+from ft_core.launch.restarts import AWAY_EXIT_CODE
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import NOT_OURS, Run, compare, running
 from tests.harness import workers
@@ -52,25 +52,24 @@ def test_a_signal_ends_the_supervisor_and_all_it_started(tmp_path: Path, number:
         assert run.lives(0) == children[:1]
 
 
-def scheduled(run: Run, how: str, index: int) -> subprocess.Popen[bytes]:
-    common = {
-        "TORCHFT_LIGHTHOUSE": run.lighthouse,
-        "FT_JOB_ID": str(run.log),
-        "LOCAL_RANK": str(index),  # names the test's files; Lightning would set it
-    }
-    if how == "slurm":
-        tasks = {
-            "SLURM_NTASKS": "2",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_PROCID": str(index),
-            "SLURM_LOCALID": str(index),
-            "SLURM_NODEID": "0",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_JOB_ID": "7",
-            "PL_TRAINER_DEVICES": "2",
-        }
-        return run.start(**tasks, **common)
-    return run.start(NODE_RANK=str(index), PL_TRAINER_NUM_NODES="2", **common)
+def scheduled(run: Run, index: int) -> subprocess.Popen[bytes]:
+    """One of two SLURM tasks."""
+    return run.start(
+        SLURM_NTASKS="2",
+        SLURM_NTASKS_PER_NODE="2",
+        SLURM_PROCID=str(index),
+        SLURM_LOCALID=str(index),
+        SLURM_NODEID="0",
+        SLURM_JOB_NAME="train",
+        SLURM_JOB_ID="7",
+        PL_TRAINER_DEVICES="2",
+        LOCAL_RANK=str(index),  # names the test's files; Lightning would set it
+        **common(run),
+    )
+
+
+def common(run: Run) -> dict[str, str]:
+    return {"TORCHFT_LIGHTHOUSE": run.lighthouse, "FT_JOB_ID": str(run.log)}
 
 
 def requeued(
@@ -89,31 +88,50 @@ def requeued(
     return again
 
 
-@pytest.mark.parametrize("how", ["slurm", "nodes"])
-def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
-    """SLURM's tasks, one of which dies and comes back; one process a node, one of which comes back
-    when all is over, and stays out."""
-    options: dict[str, Any] = {}
-    if how == "slurm":
-        options = {"devices": 2, "holds": ["step:9"]}
+def ended_alike(run: Run) -> int:
+    """How many steps both groups have taken."""
+    steps = len(run.lines(1))
+    assert compare(run.lines(0), run.lines(1)) == steps > 3
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert [run.end(i)["rank"] for i in (0, 1)] == [0, 1]
+    assert run.end(0)["world_size"] == 2
+    return steps
+
+
+def test_a_slurm_task_that_dies_comes_back(tmp_path: Path) -> None:
     with patient_lighthouse(join_timeout_s=20.0, connect_timeout_s=3.0) as server:
-        with running(tmp_path, server.address(), max_epochs=1, **options) as run:
-            started = [scheduled(run, how, index) for index in (0, 1)]
-            if how == "slurm":
-                started[1] = requeued(run, server, started[1])
+        options: dict[str, Any] = {"devices": 2, "max_epochs": 1, "holds": ["step:9"]}
+        with running(tmp_path, server.address(), **options) as run:
+            started = [scheduled(run, index) for index in (0, 1)]
+            started[1] = requeued(run, server, started[1])
             run.wait(*started)
-            assert compare(run.lines(0), run.lines(1)) == len(run.lines(1)) > 3
-            assert run.end(0)["digest"] == run.end(1)["digest"]
-            assert [run.end(i)["rank"] for i in (0, 1)] == [0, 1]
-            assert run.end(0)["world_size"] == 2
-            steps = len(run.lines(1))
-            if how == "nodes":
-                late = scheduled(run, how, 1)
-                assert late.wait(PATIENCE_S) == OVER_EXIT_CODE
-                assert "ft_lightning: the training has finished" in run.output()
-                assert "does not start it over" in run.output()
-                assert "Traceback" not in run.output()
-                assert len(run.lines(1)) == steps
+            ended_alike(run)
+
+
+def test_machines_with_one_device_have_supervisors(tmp_path: Path) -> None:
+    """A process that is killed comes back; what is started when all is over trains no more."""
+    with patient_lighthouse(join_timeout_s=20.0, connect_timeout_s=3.0) as server:
+        with running(tmp_path, server.address(), max_epochs=1, holds=["step:9"]) as run:
+
+            def started(index: int) -> subprocess.Popen[bytes]:
+                nodes = {"NODE_RANK": str(index), "PL_TRAINER_NUM_NODES": "2"}
+                return run.start(**nodes, **common(run))
+
+            machines = [started(index) for index in (0, 1)]
+            for index in (0, 1):
+                run.until_step(index, 3)
+            os.kill(run.lives(1)[-1], signal.SIGKILL)
+            run.until_held(0, "step:9")
+            run.until(lambda: len(run.lives(1)) == 2, "the killed process to be started again")
+            run.until_waiting(server, "1")
+            run.go("step:9")
+            run.wait(*machines)
+            steps = ended_alike(run)
+            run.wait(started(1))
+            assert "group 1: the training has finished" in run.output()
+            assert "does not start it over" in run.output()
+            assert "Traceback" not in run.output()
+            assert len(run.lines(1)) == steps
 
 
 SEARCHES = """

@@ -50,9 +50,13 @@ def test_slurm_tasks_are_replica_groups() -> None:
     assert (resolve(named, devices=1).index, resolve(named, devices=1).num_groups) == (0, 2)
 
 
-def test_one_group_a_node() -> None:
-    scope = resolve({"NODE_RANK": "1", **AT}, devices=1, num_nodes=3)
-    assert (scope.role, scope.name, scope.index, scope.num_groups) == (Role.MEMBER, "1", 1, 3)
+def test_a_node_with_one_device_has_a_supervisor_as_any_other() -> None:
+    node = resolve({"NODE_RANK": "1", **AT}, devices=1, num_nodes=3)
+    assert (node.role, node.index, node.num_groups) == (Role.SUPERVISOR, 1, 3)
+    assert (node.supervised, node.group_size) == (1, 1)
+    env = child_environment({"NODE_RANK": "1", **AT}, node, number=0)
+    child = resolve(env, devices=1, num_nodes=3)
+    assert (child.role, child.name, child.index, child.num_groups) == (Role.MEMBER, "1", 1, 3)
 
 
 def test_several_groups_on_each_node() -> None:
