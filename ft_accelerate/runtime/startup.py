@@ -38,7 +38,7 @@ from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable
 from ft_core.heal import digest
 from ft_core.launch.board import slot
 from ft_core.launch.ending import end_at_once
-from ft_core.launch.narrator import Narrator
+from ft_core.launch.narrator import ONLY_GROUP, Narrator
 from ft_core.launch.restarts import BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import say
 from ft_core.manager import Manager
@@ -138,8 +138,12 @@ class GroupRanks:
         Of deaths and the start the launcher tells, if it has all groups. That this group is back is told
         when its script is.
         """
-        options, others = self.options, not slot().whole
-        if options.num_replica_groups == 1 or self.place.group_rank:
+        options, others, size = self.options, not slot().whole, self.place.group_world_size
+        if self.place.group_rank:
+            return
+        if self.is_only_group:
+            if size > 1 and not self._children:
+                say("ft_accelerate", ONLY_GROUP.format(size, "accelerate launch"))
             return
         name, groups = str(options.replica_group_id), options.num_replica_groups
         manager.telemetry.add_sink(

@@ -24,6 +24,12 @@ from lighthouse.wire.messages import FINISHED, NOT_HELD, NOT_KNOWN, name_of
 
 LOST = "it had lost its connection to the lighthouse, or that was started again"
 
+ONLY_GROUP = (
+    "these {} processes are the only replica group: if one of them dies, none goes on. Start one torchrun for each "
+    "group, with REPLICA_GROUP_ID and NUM_REPLICA_GROUPS, or start the script with `{}` in place of torchrun"
+)
+"""Of processes that torchrun has started as it starts any script; and what makes a group of each."""
+
 UNLIKE = "all must train on the same number of batches, so what they end with may differ"
 
 

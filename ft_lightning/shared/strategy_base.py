@@ -25,7 +25,7 @@ from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch import board
 from ft_core.launch.import_hook import newer_than_tested
-from ft_core.launch.narrator import Narrator
+from ft_core.launch.narrator import ONLY_GROUP, Narrator
 from ft_core.launch.supervisor import say
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
@@ -526,7 +526,9 @@ class StrategyBase(_Base):
         this process has committed, or taken from its peers."""
         assert self._manager is not None and self._training is not None
         scope = self.scope
-        if scope.num_groups > 1 and scope.group_rank == 0:
+        if scope.group_rank:
+            return
+        if scope.num_groups > 1:
             self._manager.telemetry.add_sink(
                 Narrator(
                     "ft_lightning",
@@ -537,6 +539,8 @@ class StrategyBase(_Base):
                     deaths=not board.slot().whole,  # else the supervisor of all groups reports them
                 )
             )
+        elif scope.group_size > 1 and not scope.supervisor_pid:
+            say("ft_lightning", ONLY_GROUP.format(scope.group_size, "python"))
 
     def _refuse_if_over(self) -> None:
         """Raise TrainingOver (or what `_when_over` makes of it) if the peers of this group have ended this

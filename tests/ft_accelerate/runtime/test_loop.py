@@ -88,6 +88,7 @@ def in_one_group(log: Path, lighthouse: str, plain: Run, **options: object) -> N
     """Two processes that torchrun starts are one replica group, and no less equal to plain DDP."""
     with running(log, lighthouse, **options) as run:
         run.wait(run.start_by_torchrun(2))
+        assert run.output().count("these 2 processes are the only replica group") == 1
     for index in (0, 1):
         mine, expected = run.lines(index), plain.lines(index)
         for key in ("step", "index", "epoch", "batch", "weights", "lr", "ticks"):

@@ -125,6 +125,7 @@ def test_num_processes_are_one_group_or_so_many_groups_and_the_dead_are_restarte
         assert len({end[key] for both in ends.values() for end in both}) == 1, key
     assert said["groups"].count("was killed by SIGKILL; it is started again") == 1
     assert said["group"].count("was killed by SIGKILL; it is started again") == 1
+    assert "only replica group" not in "".join(said.values())
 
 
 def launch_two_processes(

@@ -53,6 +53,8 @@ def test_equals_stock_ddp_bit_for_bit_and_retries_discarded_steps(
                 run.wait(*run.start_ranks(0, size=2, groups=1))
             else:
                 run.wait(run.start(0), run.start(1))
+            alone = "these 2 processes are the only replica group"
+            assert run.output().count(alone) == (name == "ranks")
         assert compare(run.lines(0), run.lines(1)) == 2 * BATCHES
         assert run.end(0)["digest"] == run.end(1)["digest"] == stock.end(0)["digest"]
         for index in (0, 1):
