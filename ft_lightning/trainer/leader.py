@@ -234,7 +234,7 @@ class Checkpoints(HeldSaves):
         """The fit has ended. Raises RuntimeError if saves have failed, and none has worked."""
         if self.error is not None:
             raise RuntimeError(
-                f"the fit has ended, and none of its checkpoints could be saved: {self.error}"
+                f"the fit has ended, and this process could save none of its checkpoints: {self.error}"
             ) from self.error
 
     def may_remove(self, path: Any) -> bool:

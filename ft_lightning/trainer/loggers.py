@@ -10,8 +10,9 @@
 | has left the others, which go on | nothing | nothing | a dummy |
 
 The first leader opens its loggers as under stock `ddp`: in the loop's thread, where an error ends the
-fit. When leadership moves, all others would wait for that. So the next leader opens them in a thread
-of its own, and its calls wait in order. It first asks the store how far the dead leader had come
+fit. So does each next one while no second step is made: where none of them can open a logger (a folder that
+can't be written), the job ends, too. Later, when leadership moves, all others would wait for that. So the
+next leader opens them in a thread of its own, and its calls wait in order. It first asks the store how far the dead leader had come
 (`_last_steps`), and writes what is missing from the rows that it has kept. Each process keeps its last rows, the
 leader, too: a peer that heals takes them (`Loggers.rows`), since that may lead before all of them are in the store.
 
@@ -195,14 +196,17 @@ class Relay:
             self.logger._experiment = None
         self.part = Part.FOLLOWS
 
-    def lead(self, *, takes_over: bool) -> None:
+    def lead(self, *, takes_over: bool, begins: bool = False) -> None:
         """This process writes from now on."""
         if self.part is Part.LEADS:
             return
         self.await_open()  # that it was opening when it last lost the lead
         self.part = Part.LEADS
-        if takes_over:
-            opens = partial(self._open, list(self._rows))
+        opens = partial(self._open, list(self._rows))
+        if takes_over and begins:
+            opens()
+            self._last = None
+        elif takes_over:
             self._opening = Opening("ft_lightning logger", opens, self._fail)
 
     def begin(self) -> None:
@@ -303,14 +307,16 @@ class Loggers:
             self.end()
             raise
 
-    def in_quorum(self, leads: bool, *, takes_over: bool) -> None:
-        """Membership has changed, and with it perhaps the leader."""
+    def in_quorum(self, leads: bool, *, takes_over: bool, begins: bool = False) -> None:
+        """Membership has changed, and with it perhaps the leader. `begins`: at most one step has been made
+        (the one before which the first leader has failed), so that little is lost by an error: raises what a
+        logger raises that can't be opened."""
         self._leads, self._untold = leads, True
         for relay in self._relays:
             if relay.part is Part.LEFT:
                 continue
             if leads:
-                relay.lead(takes_over=takes_over)
+                relay.lead(takes_over=takes_over, begins=begins)
             else:
                 relay.follow()
 

@@ -402,6 +402,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if not self._met:  # else the learning rate finder has trained already
             self._refuse_if_over()
             self._manager.load_state_dict(self._start())
+            self._first_step = self._manager.current_step()
             self._resume_epoch()
             self._register(schema(self._trainer))
         self._decisions.begin()
@@ -539,11 +540,12 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def _on_quorum(self) -> bool:
         if not super()._on_quorum():
             return False
-        assert self._resumption is not None
+        assert self._manager is not None and self._resumption is not None
         if self._loggers is not None:
-            self._loggers.in_quorum(self._leader, takes_over=self._met)
-        begins, self._writes = self._leader and not self._writes, self._leader
-        if begins:
+            begins = self._manager.current_step() <= self._first_step + 1
+            self._loggers.in_quorum(self._leader, takes_over=self._met, begins=begins)
+        starts, self._writes = self._leader and not self._writes, self._leader
+        if starts:
             log_hyperparams = self._from("loggers.utilities")._log_hyperparams
             with self._in_group.local_only():
                 leader.begin(self._trainer, log_hyperparams, takes_over=self._met)
@@ -556,7 +558,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if self._group_leads:
             self._checkpoints.make_up()
         # The only group of a job leads before its first quorum.
-        kept = self._manager is not None and self._manager.state.kept is not None
+        kept = self._manager.state.kept is not None
         if self._leader and not self._met and (sentence := self._resumption.begin(kept=kept)):
             say("ft_lightning", sentence)
         self._met = True

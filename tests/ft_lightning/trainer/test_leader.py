@@ -142,7 +142,7 @@ def test_a_fit_of_which_no_checkpoint_was_saved_raises_at_its_end() -> None:
     checkpoints, callback = Checkpoints(), Checkpoint()
     checkpoints.begin()
     assert callback.saves(checkpoints, FullDisk("a", "b"), "a", "b") == [False, False]
-    with pytest.raises(RuntimeError, match="none of its checkpoints could be saved: no space .* b"):
+    with pytest.raises(RuntimeError, match="could save none of its checkpoints: no space .* b"):
         checkpoints.end()
     checkpoints.begin()
     assert callback.saves(checkpoints, FullDisk("b"), "a", "b") == [True, False]

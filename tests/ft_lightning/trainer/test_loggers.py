@@ -49,9 +49,9 @@ class Process:
         self.loggers = Loggers(self.trainer, lambda: None, self.still_leads)
         self.relays: list[Relay] = self.loggers._relays
 
-    def meet(self, leads: bool, *, takes_over: bool = False) -> None:
+    def meet(self, leads: bool, *, takes_over: bool = False, begins: bool = False) -> None:
         ROLE.rank = 0 if leads else 1
-        self.loggers.in_quorum(leads, takes_over=takes_over)
+        self.loggers.in_quorum(leads, takes_over=takes_over, begins=begins)
 
     def log(self, leads: bool, metrics: dict[str, float], step: int) -> None:
         """As Lightning does, after each row."""
@@ -330,14 +330,24 @@ def test_a_logger_is_opened_beside_the_training_and_calls_wait_in_order(tmp_path
     assert steps_in_csv(path) == [0, 1, 2, 3]
 
 
+class Unreachable(CSVLogger):
+    @property
+    def experiment(self) -> Any:
+        raise ConnectionError("no route to the tracker")
+
+
+def test_a_logger_that_the_next_leader_cannot_open_either_ends_a_fit_that_begins(
+    tmp_path: Path,
+) -> None:
+    process = Process(Unreachable(tmp_path, "gone"))
+    process.meet(False, begins=True)
+    with pytest.raises(ConnectionError, match="no route"):
+        process.meet(True, takes_over=True, begins=True)
+
+
 def test_a_logger_that_cannot_be_opened_does_not_end_the_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Unreachable(CSVLogger):
-        @property
-        def experiment(self) -> Any:
-            raise ConnectionError("no route to the tracker")
-
     process = Process(Unreachable(tmp_path, "gone"), CSVLogger(tmp_path, "csv"))
     process.meet(False)
     with caplog.at_level(logging.WARNING):
