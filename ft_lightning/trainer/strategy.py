@@ -30,8 +30,7 @@ from ft_core.launch import board
 from ft_core.launch.restarts import SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
-from ft_lightning.shared.step_collectives import CopyRanks, operation
-from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
+from ft_lightning.shared.strategy_base import refuse_lbfgs
 from ft_lightning.shared.world_of_torch import divide_anew
 from ft_lightning.trainer import finetuning, healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
@@ -45,10 +44,11 @@ from ft_lightning.trainer.batches import (
     what_is_not_known,
 )
 from ft_lightning.trainer.decisions import Decisions
-from ft_lightning.trainer.driver import EndsFit, GatherInStep, StepDriver
+from ft_lightning.trainer.driver import EndsFit, StepDriver
 from ft_lightning.trainer.later_rows import later_rows, make_up_rows
 from ft_lightning.trainer.leader import SkippedHooks
 from ft_lightning.trainer.loggers import Loggers
+from ft_lightning.trainer.rank_collectives import CollectivesMixin
 from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.validation import Validation
@@ -61,7 +61,7 @@ ENDED_MEANWHILE = (
 )
 
 
-class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
+class FTDDPMixin(leader.CheckpointMixin, CollectivesMixin):
     """Strategy for data-parallel training that survives the loss of processes.
 
     Each replica group (one process, or several) holds the whole model and may die at any time; the
@@ -76,20 +76,18 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     _serves_spares = True
     counts: Counts | None = None
     """Steps, discards and heals of the fit under way, or of the last one; None before. Any thread."""
-    _driver: StepDriver | None = None
     _batches: Batches | None = None
     _decisions: Decisions | None = None
     _rounds: Rounds | None = None
     _loggers: Loggers | None = None
     _skipped: SkippedHooks
     _callbacks: tuple[Any, ...] = ()
-    _ranks = CopyRanks()
-    """Of this replica group, for what is to reach all ranks of all groups."""
     _sigterm: EndsFit | None = None
-    _preparing = Preparing()
     _averaged: set[int] | None = None
     """Ids of the parameters that are averaged; None: all that are trainable."""
-    _writes = _shows_bar = _prepared = _leaves_peers = False
+    _first_step = 0
+    """Of the manager, at which this group has begun the fit."""
+    _writes = _shows_bar = _leaves_peers = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -105,89 +103,12 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         Any thread."""
         return None if self._driver is None else self._driver.last_committed
 
-    # ------------------------------------------------------------------ ranks and collectives
-
-    @property
-    def local_rank(self) -> int:
-        """Among the processes of this replica group on this machine."""
-        return self._scope.local_rank if self._scope else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Training data are divided over `world_size` processes; other data are not divided."""
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is not None and trainer.training:
-            return {"num_replicas": self.world_size, "rank": self.global_rank}
-        return {"num_replicas": 1, "rank": 0}
-
-    @property
-    def is_in_step(self) -> bool:
-        return self._driver_of_step() is not None
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the participants of the step, inside `training_step`; else over the ranks of
-        this group that share one copy (with copies: this rank alone). In place.
-
-        Raises ValueError for an unknown operation. A peer's death is not an error here: the
-        reduction is tried again before this returns. The loop's thread."""
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        driver = self._driver_of_step()
-        if driver is None:
-            self._ranks.reduce(tensor, operation(reduce_op))
-            return tensor
-        return driver.reduce(tensor, reduce_op)
-
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Inside `training_step`: a row for each rank, shape ``(world size, *shape)``, and all must bring one shape; else
-        ``(1, *shape)``. Rows of a group that is away are copies of another's. `sync_grads`: the gradient of a row is the
-        sum of all ranks' of it; else none flow, not to this rank's own row, either. The loop's thread."""
-        driver = self._driver_of_step()
-        tensor = tensor if sync_grads else tensor.detach()
-        if driver is None:
-            return self._ranks.gather(tensor)
-        return GatherInStep.apply(tensor, driver, self.global_rank, self.world_size)
-
-    def _driver_of_step(self) -> StepDriver | None:
-        """What reduces in the open step, which all try again if it fails; None: no step is open."""
-        return self._driver if getattr(self._driver, "computing", False) else None
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Of the replica group. Raises GroupBroken if another rank of it is gone. The loop's thread."""
-        with self.where_ranks_meet():
-            return self._in_group.decide(decision, all_of_them=all)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Within the replica group: from its rank number `src`. Raises GroupBroken if a rank is gone.
-        The loop's thread."""
-        if self._scope is None:
-            return obj
-        with self.where_ranks_meet():
-            return self._in_group.broadcast(obj, src)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Of the replica group. The first one is after `prepare_data`, which may take long. Raises
-        GroupBroken if another rank is gone. The loop's thread."""
-        first, self._prepared = not self._prepared, True
-        self._preparing.release()
-        if self._scope is not None:
-            with self.where_ranks_meet():
-                self._in_group.barrier(limited=not first)
-
-    def where_ranks_meet(self) -> Any:
-        """A rank that ends with an error does not wait for the others."""
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        if trainer is not None and trainer.interrupted:
-            return self._in_group.local_only()
-        return contextlib.nullcontext()
+    # ------------------------------------------------------------------ set-up
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when the Trainer is made, and before a run."""
         if self._scope is None:
             self._find_scope(self.num_nodes)
-
-    # ------------------------------------------------------------------ set-up
 
     def _refuse_trainer(self, trainer: Any) -> None:
         if self.scope.num_groups > 1:
