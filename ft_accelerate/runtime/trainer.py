@@ -141,7 +141,7 @@ def _train(
         resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
     if resume_from_checkpoint is not True:  # True: Trainer says that there is no checkpoint
         resume_from_checkpoint = _started_from(
-            self.args.output_dir, resume_from_checkpoint or None, runtime, goes_on=goes_on
+            self.args, resume_from_checkpoint or None, runtime, goes_on=goes_on
         )
     _starts.pop(self, None)
     if isinstance(resume_from_checkpoint, (str, os.PathLike)):
@@ -335,7 +335,7 @@ _starts: MutableMapping[Any, Path] = WeakIdKeyDictionary()
 
 
 def _started_from(
-    output_dir: str, given: str | None, runtime: Runtime, *, goes_on: bool
+    arguments: Any, given: str | None, runtime: Runtime, *, goes_on: bool
 ) -> str | None:
     """The checkpoint to start this `train` with: `given`, or that of the peers in training.
 
@@ -343,7 +343,7 @@ def _started_from(
     starts from what the job has written, if there is something.
     """
     number = _calls[runtime] = _calls.get(runtime, 0) + 1
-    path = Path(output_dir) / NOTE
+    path = Path(arguments.output_dir) / NOTE
     first = number == 1
     comes_back = runtime.group_ranks.others_train() if first else not runtime.live
     starts = [] if first and not comes_back else _read(path)
@@ -354,7 +354,7 @@ def _started_from(
         if noted != given:
             log.info("the others started from %s, so this process does", noted or "the beginning")
         return noted
-    written = _written_by_job(output_dir, runtime, number) if goes_on else None
+    written = _written_by_job(arguments.output_dir, runtime, number) if goes_on else None
     if written is not None:
         given = written
         # Said when it trains: one that comes after the last step, while the others finish, never does.
@@ -366,9 +366,15 @@ def _started_from(
         if runtime.manager is not None and runtime.leader:
             runtime.saved.trains()
     starts[number - 1 :] = [given]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replace_whole(path) as draft:
-        draft.write_text(json.dumps(starts))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_whole(path) as draft:
+            draft.write_text(json.dumps(starts))
+    except OSError:
+        # A Trainer that saves nothing needs no folder that can be written to, and one that comes back finds
+        # what was found here. An older note would say otherwise.
+        if arguments.save_strategy != "no" or _read(path) not in ([], starts):
+            raise
     return given
 
 

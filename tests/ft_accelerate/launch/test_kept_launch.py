@@ -74,6 +74,7 @@ arguments = TrainingArguments(
     save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1_000_000)
 Trainer(model=Model(), args=arguments, train_dataset=data, callbacks=[Tell()]).train()
 """
+READ_ONLY = TRAINER.replace('str(folder / "out")', '"/proc"')  # where root can't write, either
 
 
 def steps(life: Path) -> dict[int, str]:
@@ -90,11 +91,13 @@ def numbers(folder: Path) -> list[int]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("script", [RAW, NUMBERED, TRAINER], ids=["raw", "numbered", "trainer"])
+@pytest.mark.parametrize(
+    "script", [RAW, NUMBERED, TRAINER, READ_ONLY], ids=["raw", "numbered", "trainer", "read_only"]
+)
 def test_all_groups_are_killed_and_go_on(tmp_path: Path, script: str) -> None:
     """Also where what is kept is older than the newest of the checkpoints that `save_state` has numbered: they
-    are saved again."""
-    if script is TRAINER:
+    are saved again. A Trainer that saves nothing does so, too, where nothing can be written to its `output_dir`."""
+    if script in (TRAINER, READ_ONLY):
         pytest.importorskip("transformers")
     train, output = tmp_path / "train.py", tmp_path / "told.txt"
     train.write_text(HEAD + script)
