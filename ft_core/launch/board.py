@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import IO, Any
 
 ENV_BOARD = "FT_SUPERVISOR_BOARD"
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGABRT
@@ -94,7 +94,7 @@ class Board:
         self._whole, self._told = whole, dict(told or {})
         self.keeper = count
         """The number of the keeper's slot. Read only."""
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._file = _in_memory()
         self._file.truncate((count + 1) * _CHILD_BYTES)
         self._memory = mmap.mmap(self._file.fileno(), (count + 1) * _SLOT_BYTES)
         self._read, self._write = os.pipe()
@@ -516,6 +516,13 @@ def _stacks_at(shared: int, child: int, rank: int) -> int:
     """Where in the board's file the stacks of a rank are."""
     count = os.fstat(shared).st_size // _CHILD_BYTES
     return count * _SLOT_BYTES + (child * _RANKS + rank % _RANKS) * _STACKS_BYTES
+
+
+def _in_memory() -> IO[bytes]:
+    """A file of no disk: a write to memory that is mapped from a full one ends the process (SIGBUS)."""
+    if sys.platform.startswith("linux"):
+        return os.fdopen(os.memfd_create("ft-board", os.MFD_CLOEXEC), "r+b", buffering=0)
+    return tempfile.TemporaryFile()
 
 
 def _node(descriptor: int) -> int:

@@ -9,6 +9,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -655,6 +656,15 @@ def test_a_process_that_another_has_started_leaves_the_board_alone(tmp_path: Pat
         subprocess.run(command, env=env, pass_fds=(own.fileno(),), check=True, timeout=PATIENCE_S)
         assert (tmp_path / "its own").read_bytes() == bytes(4096)
     assert board.look(0).commits == 0
+    board.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memfd_create")
+def test_the_board_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk that is full each process that writes to it would end (SIGBUS)."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+    board = Board(1)
+    assert board.look(0).step == 0
     board.close()
 
 
