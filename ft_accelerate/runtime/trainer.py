@@ -276,19 +276,14 @@ def _save_state_as_main(runtime: Runtime, original: Any, self: Any, json_path: s
 
 
 @while_active
-def _save_pretrained(
-    runtime: Runtime,
-    original: Any,
-    self: Any,
-    save_directory: Any,
-    is_main_process: bool | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _save_pretrained(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Scripts call it with `is_main_process=accelerator.is_main_process`, or in the main process alone."""
+    given = inspect.signature(original).bind(self, *args, **kwargs)  # PEFT's has it last
+    is_main_process = given.arguments.get("is_main_process")
 
     def write(main: bool) -> Any:
-        return original(self, save_directory, main, *args, **kwargs)
+        given.arguments["is_main_process"] = main
+        return original(*given.args, **given.kwargs)
 
     if is_main_process is None or not runtime.live:
         return write(is_main_process is not False)

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from accelerate.utils import LoggerType
 from transformers import ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
+from ft_accelerate.runtime import process, trainer
 from ft_accelerate.runtime.accelerate_trackers import NextTrackers, StandIn
 from ft_accelerate.runtime.leadership import TrackerRuns
 from ft_accelerate.runtime.succession import INTEGRATIONS, OwedHooks
@@ -412,3 +414,25 @@ def test_what_the_script_says_of_its_runs_stays() -> None:
     assert runs.for_mlflow({"run_id": None}, {})["run_id"] == "def"
     assert runs.for_mlflow({"run_id": "other"}, {})["run_id"] == "other"
     assert runs.for_mlflow({"nested": True}, {}) == {"nested": True}
+
+
+def test_a_save_of_a_model_is_told_which_process_is_the_main_one_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PEFT's `save_pretrained` has other arguments in between: what is no main process wrote a second file."""
+    said: list[tuple[bool, bool]] = []
+
+    def pefts(
+        self: Any, save_directory: str, safe: bool = True, is_main_process: bool = True
+    ) -> None:
+        said.append((safe, is_main_process))
+
+    runtime = SimpleNamespace(live=True, own_writes=SimpleNamespace(told=lambda: None))
+    runtime.saves = SimpleNamespace(save=lambda writes, again: (writes(), again()))
+    monkeypatch.setattr(process, "_runtime", runtime)
+    seam = trainer.MODELS["peft.peft_model"]
+    assert seam.replace is not None
+    save = seam.replace(pefts)
+    save(None, "folder", is_main_process=False)
+    save(None, "folder", False)
+    assert said == [(True, False), (True, True), (False, True)]
