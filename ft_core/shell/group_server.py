@@ -7,6 +7,7 @@ through the replica group's own rendezvous store (MASTER_ADDR, MASTER_PORT).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -127,7 +128,10 @@ class GroupServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; queued messages to ranks and lighthouse have a second to be sent. Any thread."""
+        """Stop; queued messages to ranks and lighthouse have a second to be sent. Any thread. Idempotent."""
+        with contextlib.suppress(OSError):  # it was closed before
+            # Not by `close` alone: a process that was forked from this one has a copy.
+            self._wake_write.shutdown(socket.SHUT_WR)
         self._wake_write.close()
         self._thread.join()
         self._context.term()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 import time
 from collections.abc import Iterator
@@ -165,3 +166,9 @@ def test_rank_0_does_not_wait_at_a_port_whose_owner_says_nothing(
         pytest.raises(RuntimeError, match="what listens there is no store"),
     ):
         group_store.group_store("127.0.0.1", silent.getsockname()[1], 60.0, hosts=True)
+
+
+def test_a_forked_worker_does_not_keep_the_leader_from_ending(group: GroupServer) -> None:
+    """A data loader's worker has copies of all descriptors of the process that it was forked from."""
+    with multiprocessing.get_context("fork").Pool(1):
+        group.close()
