@@ -72,6 +72,7 @@ class ProcessWatch:
         self._identity = identity
         self._mutex: RobustMutex | None = None
         self._child: subprocess.Popen[bytes] | None = None
+        self._given_up = False
 
     @property
     def running(self) -> bool:
@@ -109,13 +110,15 @@ class ProcessWatch:
         return True
 
     def update(self, reports: Iterable[Report]) -> None:
-        """Replace what is to be reported. Never raises."""
-        if self._child is None:
+        """Replace what is to be reported. Never raises, and never waits for the watcher."""
+        if self._child is None or self._given_up:
             return
         try:
             self._write(notices=_notices(reports))
         except OSError as error:
             log.warning("the process watcher is gone (%s)", error)
+            self._given_up = True
+            self._child.kill()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the watcher is connected to the lighthouse. For tests and measurements."""
@@ -133,7 +136,6 @@ class ProcessWatch:
             assert child.stdout is not None
             with contextlib.suppress(OSError):  # it is gone already
                 child.stdin.write(b'{"close": true}\n')
-                child.stdin.flush()
             with contextlib.suppress(OSError):
                 child.stdin.close()
             child.stdout.close()
@@ -155,16 +157,20 @@ class ProcessWatch:
             [sys.executable, "-SP", "-m", "lighthouse.watcher", str(fd), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             pass_fds=[fd],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,  # Ctrl-C and hang-ups of the terminal must not reach it
         )
+        assert self._child.stdin is not None
+        os.set_blocking(self._child.stdin.fileno(), False)
 
     def _write(self, **fields: Any) -> None:
         assert self._child is not None
         assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps(fields, default=_as_text).encode() + b"\n")
-        self._child.stdin.flush()
+        line = json.dumps(fields, default=_as_text).encode() + b"\n"
+        if self._child.stdin.write(line) != len(line):
+            raise OSError("it does not read what it is told")
 
 
 def _notices(reports: Iterable[Report]) -> list[bytes]:

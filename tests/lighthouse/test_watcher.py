@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +22,8 @@ from lighthouse.machine.job import Note
 from lighthouse.process_watch import CAUSE, ProcessWatch, Report
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import open_dealer
-from tests.harness.waiting import PATIENCE_S
+from lighthouse.wire.messages import NO_TERM
+from tests.harness.waiting import PATIENCE_S, children_of, until
 from tests.lighthouse.support import FAST, JOB, Player
 
 pytestmark = pytest.mark.process
@@ -189,6 +192,23 @@ def test_a_watcher_whose_lighthouse_is_away_still_ends(server: LighthouseServer)
     watch.update([Report(JOB, "y")])
     watch.close()
     assert not watch.running
+
+
+def test_a_watcher_that_is_stopped_keeps_nobody_waiting(
+    server: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each quorum tells it something, and nobody reads."""
+    watch = ProcessWatch(server.address(), FAST, b"x")
+    assert watch.start([Report(JOB, "x")])
+    assert watch.wait_ready(PATIENCE_S)
+    (watcher,) = children_of(os.getpid())
+    os.kill(watcher, signal.SIGSTOP)
+    for quorum_id in range(2_000):
+        watch.update([Report(JOB, "x", NO_TERM, quorum_id)])
+    (record,) = caplog.records
+    assert "the process watcher is gone" in record.message
+    until(lambda: not watch.running)
+    watch.close()
 
 
 def test_a_module_of_the_script_takes_the_place_of_none(
