@@ -8,12 +8,13 @@
 Each runs in processes of its own (`keeper.py`): if a library aborts the serving process, or the kernel
 kills it, another one serves at the same address, and a launcher lives on.
 
-A launcher keeps the writing end of a pipe, which its lighthouse reads as its standard input. When that is
-closed, by `shutdown` or by the launcher's end, the lighthouse ends.
+A launcher keeps the writing end of a pipe, which its lighthouse reads as its standard input. When `shutdown` writes
+to it, or it is closed by the launcher's end, the lighthouse ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -85,7 +86,12 @@ class LaunchedLighthouse:
     def shutdown(self) -> None:
         """End it, after `linger_s` without use, and wait for that. Any thread; idempotent."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(ValueError, OSError):  # it was told before, or has ended
+            # Its end may not tell: a process that was forked from this one has a copy of the pipe.
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         self._process.wait()
 
     def __enter__(self) -> Self:
@@ -191,7 +197,7 @@ def _serve_launcher(bind: str, config: dict[str, Any], linger_s: float) -> int:
     parsed = LighthouseConfig(**{**config, "timeouts": Timeouts(**config["timeouts"])})
 
     def end_with_input(server: LighthouseServer) -> None:
-        os.read(0, 1)  # the launcher never writes
+        os.read(0, 1)  # `shutdown` writes, or the launcher is gone
         try:
             if linger_s > 0:
                 _wait_until_unused(server, linger_s, threading.Event())

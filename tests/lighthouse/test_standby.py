@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -61,6 +62,15 @@ def test_signals_of_a_scheduler_leave_it_to_the_groups_that_end(
     launched.shutdown()
     launched.shutdown()
     assert gone(serving)
+
+
+def test_a_process_that_was_forked_from_the_launcher_does_not_keep_it(
+    launched: LaunchedLighthouse,
+) -> None:
+    """It has a copy of the pipe, which is open until it ends."""
+    with multiprocessing.get_context("fork").Pool(1):
+        launched.shutdown()
+    assert gone(launched.pid)
 
 
 def test_it_lingers_while_it_is_used(context: zmq.Context[Any]) -> None:
