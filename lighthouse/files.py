@@ -124,6 +124,8 @@ def machine_lock(purpose: str, subject: str) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+        # Not by closing it alone: a process that was forked meanwhile has a copy.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

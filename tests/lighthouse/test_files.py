@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -178,3 +181,16 @@ def test_a_killed_process_frees_its_lock(tmp_path: Path, monkeypatch: pytest.Mon
     with machine_lock("test", "a subject"):
         assert len(list(tmp_path.iterdir())) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_was_forked_in_the_block_does_not_hold_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data loader's worker has copies of all descriptors, also of what another thread holds."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ExitStack() as workers:
+        with machine_lock("test", "a subject"):
+            workers.enter_context(multiprocessing.get_context("fork").Pool(1))
+            (path,) = tmp_path.iterdir()
+            waiting = workers.enter_context(path.open())  # as another process that waits for it
+        fcntl.flock(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)
