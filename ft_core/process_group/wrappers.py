@@ -37,6 +37,9 @@ class ProcessGroupWrapper(ProcessGroup):
     ) -> None:
         self.parent.configure(quorum_id, rank, addresses, timeout_s)
 
+    def advertise(self, host: str) -> None:
+        self.parent.advertise(host)
+
     def when_missed(self, listener: Callable[[Sequence[int]], object]) -> None:
         self.parent.when_missed(listener)
 

@@ -80,6 +80,13 @@ def test_a_wrapper_tells_what_it_wraps(alone: ProcessGroupGloo) -> None:
     assert ErrorSwallowingProcessGroupWrapper(pg=alone).parent is alone
 
 
+def test_what_a_wrapper_wraps_advertises_the_address_that_its_manager_names() -> None:
+    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(10.0))
+    group.advertise("127.0.0.1")
+    assert group.address().endswith(b"/127.0.0.1")
+    group.shutdown()
+
+
 def test_swallowing_hides_the_error_until_configure(alone: ProcessGroupGloo) -> None:
     fake = FakeProcessGroupWrapper(alone)
     group = ErrorSwallowingProcessGroupWrapper(fake)
