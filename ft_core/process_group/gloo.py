@@ -112,7 +112,7 @@ class GlooCommunicator(Communicator):
     ) -> None:
         self.backend: Any = None
         self._host = host
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._native = native
         self._store = RendezvousStore()
         self._lock = threading.Lock()  # no interrupt while the device goes away
@@ -211,7 +211,7 @@ class GlooCommunicator(Communicator):
         backend = dist.ProcessGroupGloo(
             self._store, rendezvous.rank, self._world_size, self._options(patience_s)
         )
-        backend._set_default_timeout(timedelta(seconds=self._timeout_s))
+        backend._set_default_timeout(timedelta(seconds=self.timeout_s))
         with self._lock:
             if not self._closed:
                 self.backend = backend

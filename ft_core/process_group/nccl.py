@@ -330,7 +330,7 @@ class _NcclCommunicator(Communicator):
         self, device: NcclDevice, host: GlooCommunicator, timeout_s: float, rank: int, size: int
     ) -> None:
         self._device, self._host = device, host
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._store = RendezvousStore()
         self._lock = threading.Lock()
         self._aborting: threading.Thread | None = None
@@ -413,7 +413,7 @@ class _NcclCommunicator(Communicator):
     def close(self, end_works: Callable[[], None]) -> None:
         self.interrupt()
         assert self._aborting is not None
-        self._aborting.join(self._timeout_s)
+        self._aborting.join(self.timeout_s)
         self._host.close(end_works)
         if not self._aborting.is_alive():
             end_works()  # a work of nccl2 must not outlive its backend

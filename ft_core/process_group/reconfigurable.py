@@ -59,6 +59,7 @@ class Communicator(ABC):
     """A connected backend and the way to break it. One at a time belongs to a group."""
 
     backend: Any  # c10d.Backend; set by `connect`
+    timeout_s: float  # of a collective; set by the constructor
     has_orphans = False  # an orphaned operation holds one of the backend's threads
 
     def enter_thread(self) -> None:
@@ -564,8 +565,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
             raise self._error
 
     def _reusable(self, communicator: Communicator) -> bool:
-        """Whether it can be connected again: no operation of an earlier quorum holds a thread of it."""
-        if not communicator.reconnectable:
+        """Whether it can be connected again: it has our timeout, and no operation of an earlier quorum holds a thread
+        of it."""
+        if not communicator.reconnectable or communicator.timeout_s != self.timeout_s:
             return False
         for work in list(self.in_flight):
             work.ended_within(_ABANDON_CHECK_S)

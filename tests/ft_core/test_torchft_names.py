@@ -34,8 +34,14 @@ from ft_core.compat.torchft import (
 from ft_core.compat.torchft.checkpointing.transport import CheckpointTransport
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch.rank_group import free_port
-from ft_core.process_group import ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
+from ft_core.process_group import (
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupError,
+    ProcessGroupGloo,
+)
 from lighthouse.errors import LighthouseUnavailable
+from tests.ft_core.process_group.members import KIND_NAMES, KINDS, Calls, gloo_groups
 from tests.harness import workers
 from tests.harness.cluster import lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S
@@ -286,6 +292,23 @@ def test_a_timeout_that_is_set_bounds_the_next_quorums_collectives() -> None:
         other.set_timeout(timedelta(0))
     group.shutdown()
     other.shutdown()
+
+
+@pytest.mark.parametrize("native", KINDS, ids=KIND_NAMES)
+def test_a_timeout_that_is_set_between_two_quorums_bounds_the_second(native: bool) -> None:
+    """Also where torch gives the group of the first one other members."""
+    with gloo_groups(2, native=native, timeout_s=IN_TWENTY_S.total_seconds()) as groups:
+        addresses = [group.address() for group in groups]
+
+        def script(rank: int) -> None:
+            groups[rank].configure(1, rank, addresses, PATIENCE_S)
+            if rank == 0:
+                groups[rank].set_timeout(timedelta(seconds=0.2))
+            groups[rank].configure(2, rank, addresses, PATIENCE_S)
+
+        Calls(script, (0, 1)).values()
+        with pytest.raises(ProcessGroupError, match="200ms"):
+            groups[0].allreduce([torch.ones(1)]).wait()  # the other one never comes
 
 
 def test_coalesced_collectives_and_broadcast_one() -> None:
