@@ -72,7 +72,7 @@ class DataPlane:
         self._server = HealServer(host=host, options=options)
         self._options = options
         self._telemetry, self._into = telemetry, into
-        self._configuring = self._aborted = 0
+        self._configuring, self._aborted = -1, 0  # quorums
         self._state: tuple[HealKey, Any] | None = None
         self.heal_stats: HealStats | None = None
         self.report: Callable[[Configured | Fetched | Tried], object] = lambda event: None
@@ -102,11 +102,6 @@ class DataPlane:
 
     def configure(self, effect: Configure) -> None:
         """Plane thread. Blocks until the group is usable, has failed, or is revoked."""
-        # First set, then compare: `abort` does both in the other order, so that one of the two
-        # notices the other where they cross.
-        self._configuring = effect.quorum_id
-        if self._aborted >= effect.quorum_id:
-            return
         self._say_company([m.replica_id for m in effect.members])
         self._telemetry.emit(
             QUORUM,
@@ -142,6 +137,11 @@ class DataPlane:
 
         self.process_group.when_missed(tell)
         self.process_group.when_silent(tell_silent)
+        # First set, then compare: `abort` does both in the other order, so that one of the two
+        # notices the other where they cross. Last of all: a sink of telemetry may take long.
+        self._configuring = effect.quorum_id
+        if self._aborted >= effect.quorum_id:
+            return
         try:
             timeout_s = self._options.timeouts.timeout_s
             self.process_group.configure(effect.quorum_id, rank, mesh, timeout_s)
@@ -205,14 +205,17 @@ class DataPlane:
         """Any thread; does not block."""
         self._telemetry.emit(REVOKED, quorum_id=effect.quorum_id, reason=effect.reason)
         self._aborted = max(self._aborted, effect.quorum_id)
-        give_up, overdue = time.monotonic() + ABORT_PATIENCE_S, Overdue()
-        while (
-            self._configuring == effect.quorum_id
-            and self.process_group.quorum_id < effect.quorum_id
-            and not overdue.passed(give_up, time.monotonic())
-        ):
-            time.sleep(0)  # the plane thread is microseconds away from entering configure
+        if self._configuring == effect.quorum_id:
+            self._await_entry()
         self.process_group.revoke(ProcessGroupError(effect.reason), quorum_id=effect.quorum_id)
+
+    def _await_entry(self) -> None:
+        """The plane thread has entered `configure` of the process group, or is microseconds away from it."""
+        give_up, overdue = time.monotonic() + ABORT_PATIENCE_S, Overdue()
+        while self.process_group.quorum_id < self._configuring and not overdue.passed(
+            give_up, time.monotonic()
+        ):
+            time.sleep(0)
 
     def withdraw(self, effect: Withdraw) -> None:
         """Any thread; does not block."""
@@ -227,6 +230,7 @@ class DataPlane:
         """
         self._aborted = sys.maxsize
         self._stop_heal()
+        self._await_entry()
         if not self.process_group.idle:
             self.process_group.revoke(ProcessGroupError("shut down"))
 

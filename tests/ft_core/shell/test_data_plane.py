@@ -15,7 +15,7 @@ from ft_core.process_group import (
     ProcessGroupError,
     ProcessGroupGloo,
 )
-from ft_core.replica.events import Configure, Configured, Fetched, Tried, TryToReach
+from ft_core.replica.events import Abort, Configure, Configured, Fetched, Tried, TryToReach
 from ft_core.shell.data_plane import DataPlane, RankAddress, addresses
 from ft_core.telemetry import Telemetry
 from lighthouse.wire.messages import Member
@@ -114,6 +114,31 @@ def test_and_one_that_has_the_address_of_another(make: Callable[[ProcessGroup], 
     own = plane.address()
     plane.configure(configure(("me", own), ("a", own)))
     assert plane.named() == ["a"]
+
+
+class Hesitates(ProcessGroupGloo):
+    """A group before whose `configure` something happens."""
+
+    def when_silent(self, listener: Callable[[Sequence[int]], object]) -> None:
+        super().when_silent(listener)
+        self.happens()
+
+    def happens(self) -> None:
+        """Given by the test."""
+
+
+@pytest.mark.parametrize("way", ["abort", "interrupt"])
+def test_a_quorum_that_ends_before_its_group_is_begun_is_not_waited_for(
+    make: Callable[[ProcessGroup], Plane], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The other member never comes: to begin would be to wait for it, unless that is revoked."""
+    group, other = (kind(PATIENCE_S, hostname="127.0.0.1") for kind in (Hesitates, ProcessGroupGloo))
+    plane = make(group)
+    ends = plane.interrupt if way == "interrupt" else lambda: plane.abort(Abort(7, "gone"))
+    monkeypatch.setattr(group, "happens", ends)
+    plane.configure(configure(("me", plane.address()), ("a", advertised(other.address()))))
+    assert not plane.said()
+    other.shutdown()
 
 
 @pytest.mark.parametrize("frame", [b"\xff\xff", advertised(b"nonsense")])
