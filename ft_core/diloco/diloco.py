@@ -27,10 +27,6 @@ from ft_core.diloco.schedule import Schedule
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ft_core.manager import Manager
 
 
 def check_options(fragment_update_alpha: float, codec: str | None, error_feedback: bool) -> None:

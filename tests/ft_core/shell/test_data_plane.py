@@ -132,7 +132,9 @@ def test_a_quorum_that_ends_before_its_group_is_begun_is_not_waited_for(
     make: Callable[[ProcessGroup], Plane], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The other member never comes: to begin would be to wait for it, unless that is revoked."""
-    group, other = (kind(PATIENCE_S, hostname="127.0.0.1") for kind in (Hesitates, ProcessGroupGloo))
+    group, other = (
+        kind(PATIENCE_S, hostname="127.0.0.1") for kind in (Hesitates, ProcessGroupGloo)
+    )
     plane = make(group)
     ends = plane.interrupt if way == "interrupt" else lambda: plane.abort(Abort(7, "gone"))
     monkeypatch.setattr(group, "happens", ends)
