@@ -195,6 +195,7 @@ class Slot:
         self.there = memory is not None
         """Whether a supervisor has started this process. Read only."""
         self._joined, self._over, self._commits = False, False, 0
+        self._pid = os.getpid()
         self._row = 0
 
     def join(self) -> None:
@@ -235,8 +236,8 @@ class Slot:
     def shut_down(self) -> None:
         """Python shuts down, and this process may be killed in that. If its training is over, the script
         has written all, unless it ends with an error. (`sys.exit(3)` is seen here only within `reported`; else the exit
-        code tells.)"""
-        if self._over and not hasattr(sys, "last_value"):
+        code tells.) Not where a process shuts down that was forked from this one."""
+        if self._over and not hasattr(sys, "last_value") and os.getpid() == self._pid:
             self.training(SCRIPT, over=True)
 
     def has_passed(self, number: int) -> bool:

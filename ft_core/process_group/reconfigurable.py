@@ -15,7 +15,9 @@ again.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
+import os
 import threading
 import time
 import weakref
@@ -190,17 +192,28 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._abort_dump = AbortDump(folder) if (folder := abort_dumps()) else None
         self._shut_down = False
         # A backend that is alive when the interpreter ends can abort the process.
+        self._pid = os.getpid()
         self._exit_hook = partial(_shut_down_at_exit, weakref.ref(self))
         atexit.register(self._exit_hook)
 
     def __del__(self) -> None:
         """Dropped without `shutdown`, and maybe by a thread of the backend: a work that ends there may hold
         the last reference. Such a thread can't destroy its backend, which waits for it: the process aborts."""
-        if not getattr(self, "_shut_down", True):  # else its interpreter may be all but gone
-            atexit.unregister(self._exit_hook)
-            self._close_in_background([self._communicator], None)
-            for thread in self._background:
-                atexit.register(thread.join, _SHUTDOWN_S)
+        # Where it was shut down, its interpreter may be all but gone.
+        if getattr(self, "_shut_down", True) or self.leave_to_its_process():
+            return
+        atexit.unregister(self._exit_hook)
+        self._close_in_background([self._communicator], None)
+        for thread in self._background:
+            atexit.register(thread.join, _SHUTDOWN_S)
+
+    def leave_to_its_process(self) -> bool:
+        """Whether this is a process that was forked from the group's: it has none of the group's threads, which
+        its backend would wait for, and shares the connections. So it keeps the backend as it is to its end."""
+        forked = os.getpid() != self._pid
+        if forked and self._communicator is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
+        return forked
 
     @abstractmethod
     def _new_communicator(self, rank: int, world_size: int) -> Communicator:
@@ -631,7 +644,7 @@ def _end_works_of(communicator: Communicator, in_flight: dict[BackendWork, None]
 
 def _shut_down_at_exit(group: weakref.ref[ReconfigurableProcessGroup]) -> None:
     alive = group()
-    if alive is not None:
+    if alive is not None and not alive.leave_to_its_process():
         alive.shutdown()
 
 

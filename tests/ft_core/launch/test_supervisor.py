@@ -668,6 +668,26 @@ def test_the_board_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     board.close()
 
 
+def test_the_end_of_a_process_that_was_forked_is_not_that_of_the_script() -> None:
+    """It ends as scripts do, with all exit hooks; then the process of the script is killed, and may not have
+    written all."""
+    board = Board(1)
+    env = {**os.environ, **board.environment(0), "PYTHONPATH": str(ROOT)}
+    script = (
+        "import os, signal, sys\n"
+        "from ft_core.launch.board import slot\n"
+        "slot().training(1, over=True)\n"
+        "if (pid := os.fork()) == 0: sys.exit()\n"
+        "os.waitpid(pid, 0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", script]
+    subprocess.run(command, env=env, pass_fds=board.descriptors, timeout=PATIENCE_S)
+    seen = board.look(0)
+    board.close()
+    assert (seen.over, seen.done) == (True, False)
+
+
 @pytest.mark.parametrize("broken", ["0", "1"])
 def test_a_rank_that_only_noticed_does_not_speak_for_its_group(broken: str) -> None:
     """It ends first; the other is killed for it, and the group ends as one that was killed."""

@@ -170,6 +170,41 @@ def test_a_group_may_be_dropped_where_its_backend_still_ends_a_collective(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+FORKED = """
+import os, sys, threading
+import torch
+from ft_core.process_group import ProcessGroupGloo
+groups = [ProcessGroupGloo(30.0, hostname='127.0.0.1', native=%s) for _ in range(2)]
+addresses = [group.address() for group in groups]
+call = threading.Thread(target=groups[1].configure, args=(1, 1, addresses, 30.0))
+call.start()
+groups[0].configure(1, 0, addresses, 30.0)
+call.join()
+def reduce_across(happens):
+    mine, other = torch.ones(1 << 20), torch.ones(1 << 20)
+    work = groups[0].allreduce([mine])
+    happens()
+    groups[1].allreduce([other]).wait()
+    work.wait()
+    assert mine[-1] == other[-1] == 2.0
+def fork():
+    if (pid := os.fork()) == 0:
+        sys.exit(5)  # as a script ends, and not with os._exit
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+for happens in (fork, lambda: None):
+    reduce_across(happens)
+fork()
+reduce_across(lambda: None)
+"""
+
+
+@pytest.mark.parametrize("native", [native_reconfigure_available() or None, False])
+def test_a_process_that_was_forked_may_end_as_scripts_do(native: bool | None) -> None:
+    """It shares the connections, and has none of the threads that it would wait for."""
+    done = run("torch", ["-c", FORKED % native], env=os.environ)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("kind", KIND_NAMES)
 def test_a_process_ends_well_while_gloo_holds_an_orphaned_operation(kind: str) -> None:
     """Without waiting for it the process aborted, after all its work was done."""
