@@ -10,6 +10,7 @@ docs/torchft.md lists the differences.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -189,7 +190,7 @@ class Manager:
         self._schema = dict(options.schema)
         self._start = Version(0, "", 0, 0)
         self._session: Session | None = None
-        self._closed = self._leaves = False
+        self._closed, self._leaves, self._pid = False, False, os.getpid()
         self.telemetry = Telemetry()
         if options.own_loop:
             end_with_a_line("ft_core", options.name, at_once=False)
@@ -625,11 +626,11 @@ class Manager:
         return self._session is not None and self._session.control.status.stage is Stage.LEFT
 
     def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
-        """Leave the quorum and free everything: threads, sockets, the process group.
+        """Leave the quorum and free everything: threads, sockets, the process group. Nothing, in a forked process.
 
         `finished`: the training is at its end; a member that comes back does not start it over.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._attempts.close()

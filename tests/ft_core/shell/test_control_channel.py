@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import threading
 import time
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from tests.harness.cluster import Replica, lighthouse, replicas
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, children_of_all_threads, gone
 
 
 def test_all_get_the_control_bytes_of_the_first_member() -> None:
@@ -117,3 +119,20 @@ def test_timers_wait_for_a_look_at_what_came_while_the_process_was_stopped(
         assert ticked.wait(PATIENCE_S)
         assert did[:2] == ["look", "look"]
         replica.close()
+
+
+def test_a_process_that_was_forked_ends_nothing_of_its_parents() -> None:
+    """A framework's exit hooks shut its managers down, also where a process ends that the script has forked."""
+    before = children_of_all_threads(os.getpid())
+    with lighthouse() as server:
+        replica = Replica(server, "a", watch_process=True)
+        assert replica.step()
+        (watcher,) = children_of_all_threads(os.getpid()) - before
+        forked = multiprocessing.get_context("fork").Process(target=replica.manager.shutdown)
+        forked.start()
+        forked.join(PATIENCE_S)
+        assert forked.exitcode == 0
+        assert replica.step()
+        assert not gone(watcher)
+        replica.close()
+    assert gone(watcher)
