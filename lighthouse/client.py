@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import time
@@ -12,7 +11,6 @@ import zmq
 
 from lighthouse import dealer, sockets
 from lighthouse.config import Timeouts, normalize_address, split_address
-from lighthouse.endpoint import HELLO
 from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
 from lighthouse.own_address import address_that_answers, resolve
 from lighthouse.waits import Overdue
@@ -94,11 +92,6 @@ class Connection:
         if not self.connected:
             self._queued.add(frame)
         return True
-
-    def greet(self) -> None:
-        """Say that this connection is meant, before there is anything to say on it."""
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(HELLO, dealer.NOBLOCK)
 
     def receive(self) -> list[Message]:
         """All messages that have arrived, oldest first. Never blocks.
