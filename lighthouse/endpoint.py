@@ -338,7 +338,7 @@ class Endpoint:
                 continue
             self.received += 1
             spent = self._spent[route] = self._spent.get(route, 0) + 1 + (size >> 8)
-            if spent > COST_A_SECOND and self._overspent(route, peer):
+            if spent > COST_A_SECOND and self._overspent(peer):
                 continue
             return peer, data
         return None
@@ -377,9 +377,9 @@ class Endpoint:
             return
         spent = self._spent[route] = self._spent.get(route, 0) + cost
         if spent > COST_A_SECOND:
-            self._overspent(route, peer)
+            self._overspent(peer)
 
-    def _overspent(self, route: bytes, peer: Peer) -> bool:
+    def _overspent(self, peer: Peer) -> bool:
         """Disconnect `peer` if all that it has cost was within a second."""
         now = time.monotonic()
         if now >= self._window_s:
