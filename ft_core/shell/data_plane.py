@@ -141,6 +141,7 @@ class DataPlane:
         # notices the other where they cross. Last of all: a sink of telemetry may take long.
         self._configuring = effect.quorum_id
         if self._aborted >= effect.quorum_id:
+            self._configuring = -1  # nobody waits for it to be entered
             return
         try:
             timeout_s = self._options.timeouts.timeout_s
