@@ -447,7 +447,7 @@ class Attempts:
             self.step.end(True)
             self._discards_in_a_row, step = 0, outcome.step
             if self._supervised:
-                self._slot.committed(step)
+                self._slot.committed(step, trains=self._state.trains)
             report_modules()
             self._telemetry.emit(COMMIT, step=step, participants=part.groups, seconds=seconds)
             return
@@ -468,11 +468,11 @@ class Attempts:
             )
 
     def _move_shares(self, shares: Shares, part: Participation) -> None:
-        """A step is committed: each share of the data that has lost its holder gets another one, unless
-        shares rest."""
+        """A step is committed: each share of the data that has lost its holder gets another one, if it is a step of
+        the training."""
         assert self._bound is not None and self.last_outcome is not None
         self.last_outcome = replace(self.last_outcome, participants=part.groups)
-        if self._state.shares_rest:
+        if not self._state.trains:
             return
         self._state.shares = after = shares.after(self._bound)
         for share, (old, new) in enumerate(zip(shares.holders, after.holders, strict=True)):

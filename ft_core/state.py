@@ -104,8 +104,9 @@ class State:
     def __init__(self) -> None:
         self.batches_committed, self.updates = 0, NOT_COUNTED
         self.shares: Shares | None = None
-        self.shares_rest = False
-        """The step under way is not a step of the training: if it is committed, shares do not move."""
+        self.trains = True
+        """Whether the step under way is a step of the training. If it is not, shares do not move with its commit, and a
+        supervisor sees no progress in it."""
         self._parts: dict[str, tuple[Load, Save]] = {}
         self._read_in_step: set[str] = set()
         self._preallocated: list[PreallocatedState] = []

@@ -57,6 +57,9 @@ class Kind(IntEnum):
         return NAMES[self]
 
 
+TRAINING = frozenset({Kind.GRADIENTS, Kind.PARAMETERS})
+"""Those that change the model. Others are operations of the script's."""
+
 NAMES = {
     Kind.GRADIENTS: "a gradient step",
     Kind.GATHER: "gather",

@@ -25,6 +25,7 @@ from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime import peer_state as states
 from ft_accelerate.runtime.catch_up import LONGEST, CatchUp
 from ft_accelerate.runtime.checked_collectives import (
+    TRAINING,
     Attempt,
     CheckedCollectives,
     Diverged,
@@ -321,7 +322,7 @@ class Runtime:
         self._go_live_if_there("grad")
         if not self.live and self.position.grad_is_done:
             return False
-        self._manager.state.shares_rest = False
+        self._manager.state.trains = True
         if self._manager.step.bind() and self._headers.due(self._quorum_id, self.position.events):
             self._attempt(Kind.GRADIENTS, CheckedCollectives.check, computes=computes)
         return True
@@ -405,7 +406,7 @@ class Runtime:
         together = self.group_ranks.shards and kind is not Kind.GRADIENTS
         if manager.errored() is not None and not together:
             return None
-        manager.state.shares_rest = kind is not Kind.GRADIENTS
+        manager.state.trains = kind in TRAINING
         manager.bind()
         collectives = CheckedCollectives(
             manager,

@@ -42,7 +42,8 @@ LEAVES = 2
 _RANKS_AT, _RANKS = 64, 128
 _WRITES_AT, _LOST_AT, _PLACE_BYTES = 1088, 1184, 96
 _ROWS_AT = 1280
-_ERROR_AT, _ERROR_BYTES = 1288, 760
+_TRAINED_AT = 1288
+_ERROR_AT, _ERROR_BYTES = 1296, 752
 _CARDS_AT, _CARD_BYTES = 2048, 2048
 _SLOT_BYTES = _CARDS_AT + _RANKS * _CARD_BYTES
 _CARD = struct.Struct("<II")  # length and checksum of the JSON text that follows
@@ -62,6 +63,7 @@ class Seen:
         joined: it has taken part in a quorum.
         step: of its last commit; -1: none.
         commits: of this life.
+        trained: step of its last commit that was a step of the training (`State.trains`); -1: none.
         leads: it writes for all.
         over: its training has ended, and it goes on with what follows.
         hung_until: when the first of its ranks that hang must be back (`time.monotonic()`); 0: none
@@ -75,6 +77,7 @@ class Seen:
     joined: bool = False
     step: int = -1
     commits: int = 0
+    trained: int = -1
     leads: bool = False
     over: bool = False
     hung_until: float = 0.0
@@ -113,6 +116,7 @@ class Board:
         self._memory[at:kept] = bytes(_LOST_AT)
         self._memory[rest : at + _SLOT_BYTES] = bytes(at + _SLOT_BYTES - rest)
         _PROGRESS.pack_into(self._memory, at + _PROGRESS_AT, -1, 0)
+        _FLAG.pack_into(self._memory, at + _TRAINED_AT, -1)
 
     def finished(self, child: int) -> None:
         """Its process has ended well, so its script has: the others see it."""
@@ -132,9 +136,9 @@ class Board:
     def look(self, child: int) -> Seen:
         """A child's slot."""
         at = child * _SLOT_BYTES
-        joined, leads, training = (
+        joined, leads, training, trained = (
             _FLAG.unpack_from(self._memory, at + flag)[0]
-            for flag in (_JOINED_AT, _LEADS_AT, _TRAINING_AT)
+            for flag in (_JOINED_AT, _LEADS_AT, _TRAINING_AT, _TRAINED_AT)
         )
         step, commits = _PROGRESS.unpack_from(self._memory, at + _PROGRESS_AT)
         ranks = self._memory[at + _RANKS_AT : at + _RANKS_AT + _RANKS * _HUNG.size]
@@ -144,7 +148,9 @@ class Board:
             _text_in(self._memory, at + text_at, _PLACE_BYTES) for text_at in (_WRITES_AT, _LOST_AT)
         )
         over, done = training > 0, training == SCRIPT
-        return Seen(bool(joined), step, commits, bool(leads), over, hung, error, writes, lost, done)
+        return Seen(
+            bool(joined), step, commits, trained, bool(leads), over, hung, error, writes, lost, done
+        )
 
     def card(self, child: int) -> dict[str, Any] | None:
         """What a child has said about its state; None: nothing, or it is just being written."""
@@ -215,9 +221,11 @@ class Slot:
         joined = [self._get(at + _JOINED_AT) for at in self._not_dead() if at != self._at]
         return self.whole and set(joined) - {0} == {LEAVES}
 
-    def committed(self, step: int) -> None:
-        """A step of the training was committed."""
+    def committed(self, step: int, *, trains: bool = True) -> None:
+        """A step was committed. `trains`: it is one of the training, and no operation of the script's."""
         self._commits += 1
+        if trains:
+            self._set(_TRAINED_AT, step)
         _PROGRESS.pack_into(self._memory, self._at + _PROGRESS_AT, step, self._commits)
 
     def leads(self, yes: bool) -> None:

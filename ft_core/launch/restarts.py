@@ -7,7 +7,7 @@
 | all have ended with the same error, or crashed by the same signal, at the same step | an error of the script: the job ends, whatever the order of exits. If other machines train too, or all were killed from outside (SIGKILL, SIGTERM ...): the second time in a row |
 | an error, and no other group is alive that has not failed itself | an error of the script, too |
 | the same two, and the keeper holds a state | it may have been the machine (a driver's reset, no memory): they go on from that state. Once for each state: it must be newer than at the group's last error. The same end at the same step the second time in a row is an error of the script |
-| the last two lives of all have ended with the same error, and the job is no step further | an error of the script, too: what only the leader runs (a save) fails in one group after the other |
+| the last two lives of all have ended with the same error, and the job has made no step of the training further (operations of a script are none) | an error of the script, too: what only the leader runs (a save) fails in one group after the other |
 | no lighthouse answers any of them (exit code 69) | the job ends with that code |
 | `max_restarts` deaths of a group within an hour | it is given up; None: no limit |
 | ten deaths of a group in a row without one committed step of the job in between | it is given up |
@@ -48,6 +48,8 @@ class Death:
         exit_code: as Popen's: negative for a signal.
         step: at which its training stood; -1: it had not trained.
         trained_s: for how long it had taken part in the training.
+        trained: the last step of the training that this life had made (`step` may be an operation of its script's);
+            -1: none.
         commits: how many steps the groups of this machine had committed until then, in all lives.
         level: how often the pause that followed was doubled; -1: it was not grown at all.
         kept: the step of the state that the keeper held, with which the training can go on; -1: none.
@@ -57,6 +59,7 @@ class Death:
     exit_code: int
     step: int = -1
     trained_s: float = 0.0
+    trained: int = -1
     commits: int = 0
     level: int = -1
     kept: int = -1
@@ -129,14 +132,14 @@ class RestartPolicy:
     fruitless: int = 10
 
     def after(
-        self, histories: Sequence[History], index: int, lives: Sequence[int | None]
+        self, histories: Sequence[History], index: int, lives: Sequence[bool | None]
     ) -> Verdict:
         """What follows the newest death in `histories[index]`.
 
         Args:
             histories: one of each group of this supervisor.
-            lives: for each group, how many steps the process that runs has committed; None: none
-                runs.
+            lives: for each group, whether the process that runs has made a step of the training; None:
+                none runs.
         """
         mine = histories[index]
         death = mine[-1]
@@ -159,7 +162,7 @@ class RestartPolicy:
         return self._pause(mine, len(histories), sum(life is not None for life in lives))
 
     def _scripts_fault(
-        self, histories: Sequence[History], index: int, lives: Sequence[int | None]
+        self, histories: Sequence[History], index: int, lives: Sequence[bool | None]
     ) -> str:
         death = histories[index][-1]
         if death.exit_code == UNLIKE_EXIT_CODE:
@@ -203,7 +206,8 @@ class RestartPolicy:
             return False
         if any([d.exit_code for d in each[-2:]] != [death.exit_code] * 2 for each in histories):
             return False
-        return max(each[-1].step for each in histories) <= max(each[-2].step for each in histories)
+        last, before = ([each[n].trained for each in histories] for n in (-1, -2))
+        return max(last) <= max(before)
 
     def _in_vain(self, mine: History) -> bool:
         last = mine[-self.fruitless :]

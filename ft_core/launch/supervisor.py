@@ -183,8 +183,9 @@ class Roster:
         self.commits += child.seen.commits
         trained_s = 0.0 if child.joined_at is None else now - child.joined_at
         kept = -1 if child.seen.over else kept
-        death = Death(now, exit_code, child.seen.step, trained_s, self._all_commits(), kept=kept)
-        child.seen.commits = 0
+        seen, commits = child.seen, self._all_commits()
+        death = Death(now, exit_code, seen.step, trained_s, seen.trained, commits, kept=kept)
+        seen.commits = 0
         others = [c for c in self.children if c is not child]
         if exit_code and not child.seen.over and child in self.witnesses:
             self.witnesses.remove(child)
@@ -209,7 +210,7 @@ class Roster:
                 "to heal from"
             )
         histories = [c.history for c in self.children]
-        lives = [c.seen.commits if c.running else None for c in self.children]
+        lives = [c.seen.trained >= 0 if c.running else None for c in self.children]
         verdict = self.policy.after(histories, self.children.index(child), lives)
         if isinstance(verdict, Again):
             child.history = (*child.history[:-1], replace(death, level=verdict.level))

@@ -147,9 +147,9 @@ def test_no_share_moves_with_a_step_that_is_none_of_the_training() -> None:
 
         def goes_on(group: Group) -> None:
             group.run_to(2)
-            group.manager.state.shares_rest = True
+            group.manager.state.trains = False
             group.run_to(5)
-            group.manager.state.shares_rest = False
+            group.manager.state.trains = True
             group.run_to(7)
             group.close()
 

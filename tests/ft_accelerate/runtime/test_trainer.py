@@ -460,6 +460,18 @@ def test_one_that_comes_after_the_last_step_does_not_say_that_it_goes_on(tmp_pat
     assert "goes on from" not in said
 
 
+def test_a_save_that_fails_in_each_main_process_ends_the_job(tmp_path: Path) -> None:
+    """Behind the operations of a save, which are no progress. Each process that comes back is the main one, and
+    fails, when the one before is gone."""
+    section = {"min_replicas": 2}
+    more = ("--save_steps", "4", "--max_steps", "8", "--full_disk")
+    command = launched(TRAINER, tmp_path, 2, section, *more)
+    env = installed(tmp_path / "site", TRAINER_KILLS="1:0:on_step_end:3")
+    said = run(command, env, tmp_path, code=1)
+    assert "an error of the script, so nothing is started again" in said
+    assert said.count("failed with exit code 1; it is started again") <= 3
+
+
 def test_the_main_process_dies_in_the_scripts_last_save_and_the_other_writes(
     tmp_path: Path,
 ) -> None:

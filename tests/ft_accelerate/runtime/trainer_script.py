@@ -9,6 +9,7 @@ the event "writing" comes when a checkpoint's first files are there.
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
 import signal
@@ -245,6 +246,12 @@ class EpochsTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
 
+class FullDiskTrainer(Trainer):
+    def _save_optimizer_and_scheduler(self, output_dir: Any) -> None:
+        if self.args.should_save:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Draws for each batch as it is read, as transformers' own for masked language models does."""
     batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -286,6 +293,7 @@ def main() -> None:
     parser.add_argument("--epochs_batches", action="store_true")
     parser.add_argument("--await_late", action="store_true")
     parser.add_argument("--masked", action="store_true")
+    parser.add_argument("--full_disk", action="store_true")
     options = parser.parse_args()
     out = Path(options.out)
     torch.manual_seed(0)
@@ -340,7 +348,8 @@ def main() -> None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     if options.save_better:
         callbacks.append(SaveBetter())
-    trainer = (EpochsTrainer if options.epochs_batches else Trainer)(
+    of_batches = EpochsTrainer if options.epochs_batches else Trainer
+    trainer = (FullDiskTrainer if options.full_disk else of_batches)(
         model=model,
         args=arguments,
         train_dataset=Sources(["argparse", "ast", "abc"], 104),

@@ -30,17 +30,27 @@ class Job:
         self.policy = policy or RestartPolicy()
         self.now = self.commits = 0.0
         self.histories: list[History] = [()] * count
-        self.lives: list[int | None] = [0] * count
+        self.lives: list[bool | None] = [False] * count
         self.kept = -1
 
     def train(self, seconds: float, *, steps: int = 1) -> None:
         self.now += seconds
         self.commits += steps
-        self.lives = [None if life is None else life + steps for life in self.lives]
+        self.lives = [None if life is None else life or steps > 0 for life in self.lives]
 
-    def dies(self, index: int, code: int, *, step: int = -1, trained_s: float = 0.0) -> Verdict:
+    def dies(
+        self,
+        index: int,
+        code: int,
+        *,
+        step: int = -1,
+        trained_s: float = 0.0,
+        trained: int | None = None,
+    ) -> Verdict:
+        """`trained`: None: as `step`."""
         self.lives[index] = None
-        death = Death(self.now, code, step, trained_s, int(self.commits), kept=self.kept)
+        trained, commits = step if trained is None else trained, int(self.commits)
+        death = Death(self.now, code, step, trained_s, trained, commits, kept=self.kept)
         self.histories[index] = (*self.histories[index], death)
         verdict = self.policy.after(self.histories, index, self.lives)
         if isinstance(verdict, Again):
@@ -49,7 +59,7 @@ class Job:
         return verdict
 
     def returns(self, index: int) -> None:
-        self.lives[index] = 0
+        self.lives[index] = False
 
 
 def pause(verdict: Verdict) -> float:
@@ -147,7 +157,7 @@ def test_a_random_kill_every_few_seconds_does_not_lose_the_run(count: int, seed:
         job.train(4.5, steps=0)
         for index in range(count):
             if job.lives[index] is None and job.now >= starts_at[index]:
-                job.lives[index], joined_at[index] = 0, starts_at[index] + start_s
+                job.lives[index], joined_at[index] = False, starts_at[index] + start_s
         training = [i for i in range(count) if job.lives[i] is not None and joined_at[i] <= job.now]
         if training:
             job.train(0.0, steps=5)
@@ -271,6 +281,20 @@ def test_what_fails_in_one_leader_after_the_other_twice_is_an_error_of_the_scrip
     assert verdicts[3] == EndJob("so have all, twice and no step further: an error of the script")
 
 
+def test_operations_of_a_script_are_no_progress_where_a_save_fails_in_one_leader_after_the_other() -> (
+    None
+):
+    """A Trainer's save to a full disk, behind a gather: each life commits that, and trains no step."""
+    job, verdicts = Job(2), []
+    job.train(60, steps=57)
+    for step, trained in ((57, 57), (59, 57), (61, -1), (63, -1)):
+        verdicts.append(job.dies(step // 2 % 2, ERROR, step=step, trained=trained, trained_s=5))
+        job.commits += 2
+        job.returns(step // 2 % 2)
+    assert all(isinstance(verdict, Again) for verdict in verdicts[:3])
+    assert verdicts[3] == EndJob("so have all, twice and no step further: an error of the script")
+
+
 @pytest.mark.parametrize(("code", "further"), [(ERROR, 1), (BROKEN_EXIT_CODE, 0), (KILLED, 0)])
 def test_what_comes_further_or_is_not_the_scripts_is_started_again(code: int, further: int) -> None:
     job = Job(2)
@@ -300,7 +324,7 @@ def test_all_that_are_killed_twice_at_the_same_step_have_run_out_of_memory() -> 
         verdicts += [job.dies(index, KILLED, step=57) for index in (0, 1)]
         job.returns(0)
         job.returns(1)
-        job.lives = [0, 0]
+        job.lives = [False, False]
     assert all(isinstance(verdict, Again) for verdict in verdicts[:3])
     assert verdicts[3] == EndJob("so have all at step 57 again: an error of the script")
 
