@@ -44,7 +44,7 @@ from ft_core.replica.status import (
     View,
 )
 from ft_core.shell.group_server import GroupRendezvous
-from ft_core.shell.session import Session
+from ft_core.shell.session import Session, schema_digest
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
 from ft_core.telemetry import COMMIT, DISCARD, KEPT, Telemetry
@@ -64,6 +64,8 @@ class Attempts:
         step: the one under way.
         last_outcome: of the last attempt that has ended.
         behind: it should have taken a state, and its loop uses its own.
+        start: the version with which this process begins.
+        opened: its session; None before the first `open_session` that succeeds.
         compared: what votes say about this rank's state.
     """
 
@@ -90,26 +92,60 @@ class Attempts:
         )
         # Where this process serves its states; None: no observer can know.
         self._card: Card | None = None
-        self._session: Session | None = None
+        self.start = Version(0, "", 0, 0)
+        self.opened: Session | None = None
         self.rendezvous = GroupRendezvous(options)
         self.last_outcome: Outcome | None = None
         self.behind = False
 
     @property
     def session(self) -> Session:
-        """Set by the first `Manager.start_quorum`. Raises RuntimeError before it, QuorumUnavailable
+        """What is `opened`. Raises RuntimeError before the first `Manager.start_quorum`, QuorumUnavailable
         while there was none that succeeded."""
-        if self._session is None:
+        if self.opened is None:
             if self.step.underway:
                 raise QuorumUnavailable("no quorum: start_quorum has raised; call it again")
             raise RuntimeError("call start_quorum (the wrapped optimizer's zero_grad) first")
-        return self._session
+        return self.opened
 
-    @session.setter
-    def session(self, session: Session) -> None:
-        self._session = session
+    def open_session(
+        self,
+        replica_id: str,
+        room_id: str,
+        schema: str,
+        allow_heal: bool,
+        timeout: timedelta | None,
+    ) -> Session:
+        """The first step: now the state exists that the join must describe. Raises as `Manager.start_quorum`,
+        HealError, and what loading a kept state raises."""
+        place = self._options.job_id, room_id, schema_digest(schema)
+        if allow_heal and self._options.trains:
+            self._begin_with_kept(place, timeout)
+        start = self.start
+        lineage = start.lineage or self._state.first_lineage(self._options)
+        self._state.prepare()
+        lineage = self._meet(lineage, timeout)
+        self.opened = session = Session(
+            self._options,
+            self._group,
+            replica_id=replica_id,
+            room_id=room_id,
+            rendezvous=self.rendezvous,
+            can_heal=allow_heal,
+            step=start.step,
+            lineage=lineage,
+            origin=(start.genesis, start.held),
+            schema=schema,
+            telemetry=self._telemetry,
+            into=lambda: self._state.room_to_receive(
+                self.session, in_step=self._options.async_quorum
+            ),
+            waited_s=self.step.waited_s,
+        )
+        self._be_observed(place)
+        return session
 
-    def be_observed(self, place: tuple[str, ...]) -> None:
+    def _be_observed(self, place: tuple[str, ...]) -> None:
         """Tell an observer where the states of this process, which is about to join, are served.
         `place`: see `Card`."""
         options = self._options
@@ -126,7 +162,7 @@ class Attempts:
 
     # ------------------------------------------------------------------ the way in
 
-    def meet(self, lineage: str, timeout: timedelta | None) -> str:
+    def _meet(self, lineage: str, timeout: timedelta | None) -> str:
         """Wait for the other ranks of this replica group, before there is a session. Returns the
         lineage to begin with; see `GroupRendezvous.meet`.
 
@@ -136,18 +172,14 @@ class Attempts:
         as_rank_0 = partial(self._state.begin_as_rank_0, self._options)
         return self.rendezvous.meet(lineage, self._meeting_s(timeout), as_rank_0)
 
-    def begin_with_kept(
-        self, place: tuple[str, ...], own: Version, timeout: timedelta | None
-    ) -> Version:
-        """The version with which this process begins: `own`, or that of the state that the supervisor's
-        keeper holds and that is loaded now. Raises as `meet`, HealError, and what loading raises."""
+    def _begin_with_kept(self, place: tuple[str, ...], timeout: timedelta | None) -> None:
+        """Load the state that the supervisor's keeper holds, if that is to be begun with."""
         self.step.open()
         agree = partial(self.rendezvous.from_rank_0, "kept", limit_s=self._meeting_s(timeout))
-        kept = self._state.begin_with_kept(self._options, place, own, agree)
-        if kept is None:
-            return own
-        self._telemetry.emit(KEPT, step=kept.step)
-        return kept
+        kept = self._state.begin_with_kept(self._options, place, self.start, agree)
+        if kept is not None:
+            self.start = kept
+            self._telemetry.emit(KEPT, step=kept.step)
 
     def _meeting_s(self, timeout: timedelta | None) -> float:
         limit_s, away_s = self._patience_s(timeout), self._options.timeouts.connect_timeout_s
@@ -272,7 +304,7 @@ class Attempts:
 
     def standing(self) -> Participation | None:
         """The part in the quorum that this rank is in now; None: it is in none."""
-        status = None if self._session is None else self._session.control.status
+        status = None if self.opened is None else self.opened.control.status
         return self.part(status) if status is not None and status.stage is Stage.MEMBER else None
 
     def bind(self) -> None:
@@ -312,10 +344,10 @@ class Attempts:
     def _tell_error(self, reason: str) -> None:
         """Any thread: the step has failed, tell the others now."""
         error, since = self.step.error, self.step.bound_at
-        if self._session is not None:
+        if self.opened is not None:
             follows = isinstance(error, ProcessGroupError)
             waited_s = time.monotonic() - since if follows and since is not None else 0.0
-            self._session.fail(reason, waited_s, follows=follows)
+            self.opened.fail(reason, waited_s, follows=follows)
 
     # ------------------------------------------------------------------ the way out
 
@@ -377,7 +409,7 @@ class Attempts:
     def close(self) -> None:
         """This rank leaves for good, maybe in a step."""
         self.compared.clear()
-        if self._session is not None:
+        if self.opened is not None:
             self.tell_if_torn()
 
     def tell_if_torn(self) -> bool:

@@ -34,7 +34,7 @@ from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
 from ft_core.replica.shares import Shares
 from ft_core.replica.status import Attempt, Outcome, Participation, Stage, WorldSizeMode
-from ft_core.shell.session import Session, schema_digest
+from ft_core.shell.session import Session
 from ft_core.state import State
 from ft_core.telemetry import DiscardsTold, Telemetry
 from lighthouse.wire.messages import FINISHED, NOT_COUNTED, OTHERS_FINISHED
@@ -188,8 +188,6 @@ class Manager:
         if options.spares:
             self.state.shares = Shares.vacant(options.data_shares, options.min_replicas)
         self._schema = dict(options.schema)
-        self._start = Version(0, "", 0, 0)
-        self._session: Session | None = None
         self._closed, self._leaves, self._pid = False, False, os.getpid()
         self.telemetry = Telemetry()
         if options.own_loop:
@@ -266,7 +264,7 @@ class Manager:
     def state_dict(self) -> dict[str, Any]:
         """The manager's own state: save and restore it with every checkpoint."""
         step, lineage = self._position()
-        start = self._start.genesis, self._start.held
+        start = self._attempts.start.genesis, self._attempts.start.held
         genesis, held = self._session.control.status.origin if self._session else start
         return {
             "step": step,
@@ -286,7 +284,7 @@ class Manager:
             raise RuntimeError("load_state_dict must be called before the first start_quorum")
         batches, lineage = int(state_dict["batches_committed"]), str(state_dict.get("lineage", ""))
         genesis, held = int(state_dict.get("genesis", 0)), int(state_dict.get("held", 0))
-        self._start = Version(int(state_dict["step"]), lineage, genesis, held)
+        self._attempts.start = Version(int(state_dict["step"]), lineage, genesis, held)
         self.state.batches_committed = batches
         self.state.take_shares(state_dict)
 
@@ -646,39 +644,21 @@ class Manager:
     # ------------------------------------------------------------------ pieces of a step
 
     def _open_session(self, room_id: str, allow_heal: bool, timeout: timedelta | None) -> Session:
-        """First step: now the state exists that the join must describe."""
         if self._closed:
             raise RuntimeError("this manager was shut down; create a new one")
         schema = "; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items()))
-        place = self._options.job_id, room_id, schema_digest(schema)
-        if allow_heal and self._options.trains:
-            self._start = self._attempts.begin_with_kept(place, self._start, timeout)
-        lineage = self._start.lineage or self.state.first_lineage(self._options)
-        self.state.prepare()
-        lineage = self._attempts.meet(lineage, timeout)
-        session = Session(
-            self._options,
-            self._pg,
-            replica_id=self._replica_id,
-            room_id=room_id,
-            rendezvous=self._attempts.rendezvous,
-            can_heal=allow_heal,
-            step=self._start.step,
-            lineage=lineage,
-            origin=(self._start.genesis, self._start.held),
-            schema=schema,
-            telemetry=self.telemetry,
-            into=lambda: self.state.room_to_receive(
-                self._attempts.session, in_step=self._options.async_quorum
-            ),
-            waited_s=self.step.waited_s,
+        session = self._attempts.open_session(
+            self._replica_id, room_id, schema, allow_heal, timeout
         )
-        self._session = self._attempts.session = session
-        self._attempts.be_observed(place)
         if self._leaves:  # it was told so before its first step
             self.leave_after_step()
         session.await_lighthouse()
         return session
+
+    @property
+    def _session(self) -> Session | None:
+        """None before the first step."""
+        return self._attempts.opened
 
     def _known_part(self) -> Participation:
         session = self._attempts.session
@@ -692,7 +672,7 @@ class Manager:
 
     def _position(self) -> tuple[int, str]:
         if self._session is None:
-            return self._start.step, self._start.lineage
+            return self._attempts.start.step, self._attempts.start.lineage
         status = self._session.control.status
         return status.step, status.lineage
 
