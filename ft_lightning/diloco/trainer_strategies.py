@@ -34,7 +34,8 @@ from ft_lightning.diloco import inner_steps
 from ft_lightning.diloco.inner_steps import DiLoCoArguments, InnerSteps, LocalSGDArguments
 from ft_lightning.shared.step_collectives import zero_loss
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.batches import BATCHES, PARTS, Batches
+from ft_lightning.trainer.batches import Batches
+from ft_lightning.trainer.counters import BATCHES, PARTS
 from ft_lightning.trainer.leader import refuse_search
 from ft_lightning.trainer.saves import copied
 from ft_lightning.trainer.strategy import FTDDPMixin

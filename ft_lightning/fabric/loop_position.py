@@ -37,14 +37,14 @@ from typing import Any
 
 from ft_core.heal.random_numbers import unchanged
 from ft_lightning.shared.draws import Draws, begin_pass, bring, is_stream, state_of
-from ft_lightning.trainer.batches import (
+from ft_lightning.shared.epoch_rest import (
     Origin,
-    adopt,
     batches_left,
     goes_on,
     read_so_far,
     what_is_not_known,
 )
+from ft_lightning.trainer.batches import adopt
 
 log = logging.getLogger("ft_lightning")
 

@@ -1,4 +1,4 @@
-"""Where a Trainer is in its run: its training data, and the loops' counters.
+"""A Trainer's training data, and where it is in them.
 
 Two objects of Lightning get a subclass of their own class while a fit lasts. `Batches.release`
 undoes both:
@@ -9,12 +9,7 @@ undoes both:
 - the sampler of batches can be told to leave out the first n, which costs index arithmetic only,
   whatever sampler or batch sampler the user chose; or which batches to give (`validation.py`).
 
-Lightning counts a batch in four stages (ready, started, processed, completed) while it works on it,
-so raw counters say *where in the code* a Trainer is, too. A state may be asked for at two places:
-at the boundary before the first batch of a step is fetched, and at the end of backward, when a
-discarded step is tried again. What travels always has the form of the boundary.
-
-Reads and writes attributes of Lightning 2.5 and 2.6 that are not public. `check_counters` says in one
+Reads and writes attributes of Lightning 2.5 and 2.6 that are not public. `counters.check_counters` says in one
 sentence if they have moved.
 """
 
@@ -23,17 +18,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from ft_core.heal.random_numbers import RandomNumbers, unchanged
 from ft_core.manager import Manager
 from ft_lightning.shared.draws import Draws, begin_pass, bring, is_stream, state_of, travelling
+from ft_lightning.shared.epoch_rest import Origin, batches_left, goes_on, read_so_far
 from ft_lightning.shared.world_of_torch import sharding_sampler
+from ft_lightning.trainer.counters import batches_done, epochs_done
 from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_lightning")
@@ -415,190 +411,6 @@ def _read_of(loader: Any, done: int, mode: str) -> int:
     if mode == "max_size" or not done:
         return min(done, len(loader))
     return (done - 1) % len(loader) + 1 if len(loader) else 0
-
-
-# ---------------------------------------------------------------------- counters
-
-BATCHES = "epoch_loop.batch_progress"
-STEPS = "epoch_loop.automatic_optimization.optim_progress"
-UPDATES = "epoch_loop.manual_optimization.optim_step_progress"
-PARTS = ("total", "current")
-
-
-def check_counters(trainer: Any) -> None:
-    """Raise RuntimeError unless this Lightning keeps its counters where we look for them."""
-    try:
-        state = trainer.fit_loop.state_dict()
-        for part in PARTS:
-            _ = state[BATCHES][part]["ready"], state[BATCHES][part]["started"]
-            _ = state[STEPS]["optimizer"]["step"][part]["ready"]
-            _ = state[UPDATES][part]["ready"], state[UPDATES][part]["completed"]
-            _ = state["epoch_progress"][part]["processed"]
-        loop = trainer.fit_loop.epoch_loop
-        _ = loop._batches_that_stepped, loop._should_accumulate, trainer.fit_loop._combined_loader
-        _ = trainer._checkpoint_connector.dump_checkpoint, trainer.fit_loop._data_fetcher
-    except (AttributeError, KeyError, TypeError) as error:
-        raise RuntimeError(
-            f"this version of Lightning keeps its loop state in another way ({error!r}): use the "
-            "versions that ft_lightning was tested with (2.5, 2.6)"
-        ) from error
-
-
-def capture_counters(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
-    """The fit loop's state as of the boundary at which the current step began. Plain values.
-
-    `batches`: of the step under way, the last of which is computed now, or left out; 0 at the boundary.
-    """
-    state: dict[str, Any] = trainer.fit_loop.state_dict()
-    # Data is placed by `Batches.jump`.
-    state.get("state_dict", {}).pop("combined_loader", None)
-    state[BATCHES]["is_last_batch"] = False
-    if batches and not trainer.lightning_module.automatic_optimization:
-        # By hand each batch counts as one that has stepped: rows have this number.
-        state["epoch_loop.state_dict"]["_batches_that_stepped"] -= batches - 1
-    now = state[BATCHES]["current"]
-    computes = now["ready"] - now["processed"]  # 0: the last one is left out, and counts otherwise
-    for part in PARTS if batches else ():
-        counts = state[BATCHES][part]
-        counts["ready"] -= batches
-        counts["started"] -= batches - 1 + computes
-        counts["processed"] -= batches - computes
-        counts["completed"] -= batches - 1
-        for steps in (state[STEPS]["optimizer"]["step"][part], state[UPDATES][part]):
-            steps["ready"] = steps["completed"]
-    return state
-
-
-def rewind_counters(trainer: Any, batches: int) -> None:
-    """Go back to the boundary at which the step under way began, of whose `batches` the last one was
-    broken off."""
-    trainer.fit_loop.load_state_dict(capture_counters(trainer, batches=batches))
-    settle_counters(trainer)
-
-
-def settle_counters(trainer: Any) -> None:
-    """Make the loops go on from a captured state that they have loaded.
-
-    They would take it for a restart otherwise, and skip or repeat parts of an epoch.
-    """
-    fit_loop = trainer.fit_loop
-    epoch_loop = fit_loop.epoch_loop
-    for loop in (
-        fit_loop,
-        epoch_loop,
-        epoch_loop.val_loop,
-        epoch_loop.automatic_optimization,
-        epoch_loop.manual_optimization,
-    ):
-        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-
-
-def epochs_done(trainer: Any) -> int:
-    """Epochs done: what samplers are seeded with."""
-    done: int = trainer.fit_loop.epoch_progress.current.processed
-    return done
-
-
-def batches_done(trainer: Any) -> int:
-    """Batches of this epoch before the one that is fetched next (at the boundary)."""
-    done: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return done
-
-
-# ---------------------------------------------------------------- the rest of a resumed epoch
-#
-# Lightning resumes at a batch's number, and reads the loader from its beginning. Here an epoch goes on with
-# the samples that were not read, also if it has another number of processes now, or other batches.
-#
-# The samples of an epoch have one order, which follows from the sampler's seed and the epoch's number. Of
-# that n processes read each n-th sample. After k batches of b samples the first k * b * n of the order are
-# read. The rest is divided among the processes that there are now, as a sampler divides the whole. This
-# holds for the `DistributedSampler` that Lightning puts into a `DataLoader` over a map-style dataset.
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """How the batches of an epoch are numbered: batch number `batch` begins at place `sample` of the
-    epoch's order. Other epochs begin at their first sample."""
-
-    epoch: int = 0
-    batch: int = 0
-    sample: int = 0
-
-    def of(self, epoch: int) -> Origin:
-        """That of `epoch`."""
-        return self if epoch == self.epoch else Origin(epoch)
-
-
-def samples_of_a_batch(loader: Any) -> int:
-    """How many samples all processes read with a batch; 0: that, or their order, can't be said."""
-    batches: Any = getattr(loader, "batch_sampler", None)
-    sampler: Any = getattr(loader, "sampler", None)
-    kind = getattr(type(batches), "_ft_original", type(batches))
-    if kind is not BatchSampler or type(sampler) is not DistributedSampler:
-        return 0
-    return int(batches.batch_size) * sampler.num_replicas
-
-
-def batches_left(loader: Any, origin: Origin) -> list[list[int]]:
-    """This process's batches from `origin` on, of a loader of which `samples_of_a_batch` is known. The
-    last samples are repeated or left out as the sampler does it."""
-    sampler, batches = loader.sampler, loader.batch_sampler
-    whole: DistributedSampler[Any] = DistributedSampler(
-        sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
-    )
-    whole.set_epoch(origin.epoch)
-    left, processes = list(whole)[origin.sample :], sampler.num_replicas
-    uneven = len(left) % processes
-    if uneven and sampler.drop_last:
-        left = left[:-uneven]
-    elif uneven:
-        missing = processes - uneven
-        left += (left * missing)[:missing]
-    mine, size = left[sampler.rank :: processes], batches.batch_size
-    found = [mine[start : start + size] for start in range(0, len(mine), size)]
-    if found and batches.drop_last and len(found[-1]) < size:
-        found.pop()
-    return found
-
-
-def read_so_far(loader: Any, origin: Origin) -> dict[str, int]:
-    """For a checkpoint: what `goes_on` needs to know of the epoch under way. `loader`: None, if the samples
-    of several make a batch."""
-    return {**asdict(origin), "samples of a batch": samples_of_a_batch(loader)}
-
-
-def goes_on(
-    loader: Any, before: dict[str, int], *, epoch: int, done: int, same_world: bool
-) -> tuple[Origin, int] | None:
-    """How the batches of an epoch, of which `done` were read, are numbered now, and the number of
-    the next; None: it can't be said which samples are left.
-
-    `before`: what `read_so_far` returned when that checkpoint was saved; or nothing. `same_world`: by as
-    many processes as there are now.
-    """
-    were, each = before.get("samples of a batch", 0), samples_of_a_batch(loader)
-    origin = Origin(epoch)
-    if before.get("epoch", epoch) == epoch:
-        origin = Origin(epoch, before.get("batch", 0), before.get("sample", 0))
-    if same_world and were in (0, each):
-        return origin, done
-    if not were or not each:
-        return None
-    read = origin.sample + (done - origin.batch) * were
-    left = len(batches_left(loader, Origin(epoch, 0, read)))
-    number = max(0, len(loader) - left)
-    return Origin(epoch, number, read), number
-
-
-def what_is_not_known(before: int, now: int, batch: int) -> str:
-    """A sentence for the user: `before` processes have saved this checkpoint, `now` go on."""
-    return (
-        f"this checkpoint was saved within an epoch, by {before} processes; with {now} the epoch "
-        f"goes on at batch {batch:,}, and of its samples some are seen twice or not "
-        "at all: other ones can be told apart only with a DataLoader over a map-style dataset, "
-        "and the sampler that Lightning puts into it. From the next epoch on each is seen once"
-    )
 
 
 # ---------------------------------------------------------------- hot spares

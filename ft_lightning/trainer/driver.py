@@ -60,7 +60,8 @@ from ft_lightning.shared.step_collectives import (
     zero_loss,
 )
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.batches import Batches, DataShare, rewind_counters
+from ft_lightning.trainer.batches import Batches, DataShare
+from ft_lightning.trainer.counters import rewind_counters
 from ft_lightning.trainer.decisions import Decisions
 from lighthouse.errors import TrainingOver
 

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map
 from ft_core.config import JobOptions
 from ft_core.heal import digest
 from ft_core.shell.intra_group import IntraGroup
+from ft_lightning.shared.epoch_rest import Origin
 from ft_lightning.trainer import finetuning
-from ft_lightning.trainer.batches import (
-    Batches,
-    Origin,
+from ft_lightning.trainer.batches import Batches
+from ft_lightning.trainer.counters import (
     batches_done,
     capture_counters,
     epochs_done,

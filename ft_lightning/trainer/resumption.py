@@ -34,7 +34,8 @@ from ft_core.environment import SHARED_JOB
 from ft_core.heal.random_numbers import RandomNumbers
 from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Scope
-from ft_lightning.trainer.batches import adopt, adopted, release, settle_counters
+from ft_lightning.trainer.batches import adopt, adopted, release
+from ft_lightning.trainer.counters import settle_counters
 from ft_lightning.trainer.loggers import adopt_log_places, log_places
 from ft_lightning.trainer.saves import SmallFile, lasts, local_path
 

@@ -29,20 +29,14 @@ from ft_core.errors import StartAgain
 from ft_core.launch import board
 from ft_core.launch.restarts import SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import say
+from ft_lightning.shared.epoch_rest import what_is_not_known
 from ft_lightning.shared.registration import DESCRIPTION, NAME
 from ft_lightning.shared.strategy_base import refuse_lbfgs
 from ft_lightning.shared.world_of_torch import divide_anew
 from ft_lightning.trainer import finetuning, healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
-from ft_lightning.trainer.batches import (
-    Batches,
-    DataShare,
-    Preparing,
-    batches_done,
-    check_counters,
-    check_loader,
-    what_is_not_known,
-)
+from ft_lightning.trainer.batches import Batches, DataShare, Preparing, check_loader
+from ft_lightning.trainer.counters import batches_done, check_counters
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import EndsFit, StepDriver
 from ft_lightning.trainer.later_rows import later_rows, make_up_rows

@@ -58,7 +58,8 @@ from torch.utils.data import DataLoader
 
 from ft_lightning.trainer import logged_totals
 from ft_lightning.trainer.agreements import Rounds
-from ft_lightning.trainer.batches import Batches, adopt, epochs_done
+from ft_lightning.trainer.batches import Batches, adopt
+from ft_lightning.trainer.counters import epochs_done
 
 log = logging.getLogger("ft_lightning")
 

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ft_core.config import JobOptions
 from ft_lightning.shared import trainings
+from ft_lightning.shared.epoch_rest import Origin, batches_left, samples_of_a_batch
 from ft_lightning.shared.topology import Role, Scope
-from ft_lightning.trainer.batches import Batches, Origin, batches_left, samples_of_a_batch
+from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.leader import Checkpoints
 from ft_lightning.trainer.resumption import FOLDER, Resumption
 from ft_lightning.trainer.saves import write_whole
