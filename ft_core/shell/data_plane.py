@@ -15,7 +15,7 @@ from typing import Any
 
 from ft_core.config import JobOptions, default_name
 from ft_core.environment import SHARED_JOB
-from ft_core.heal import HealDenied, HealError, HealKey, HealServer, HealStats, Interrupt, fetch
+from ft_core.heal import HealDenied, HealError, HealKey, HealServer, Interrupt, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
 from ft_core.replica.events import (
     Abort,
@@ -74,7 +74,6 @@ class DataPlane:
         self._telemetry, self._into = telemetry, into
         self._configuring, self._aborted = -1, 0  # quorums
         self._state: tuple[HealKey, Any] | None = None
-        self.heal_stats: HealStats | None = None
         self.report: Callable[[Configured | Fetched | Tried], object] = lambda event: None
         self.when_diverged: Callable[[], object] = lambda: None
         """Called when this member's state has turned out to differ from its peers'. Any thread."""
@@ -298,7 +297,7 @@ class DataPlane:
             denied = isinstance(failure, HealDenied)
             said = self._options.as_written(str(failure)) or type(failure).__name__
             return Fetched(effect, said, denied=denied)
-        self._state, self.heal_stats = (key, tree), stats
+        self._state = key, tree
         self._telemetry.emit(
             HEAL_DONE,
             step=effect.step,

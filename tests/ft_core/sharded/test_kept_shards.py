@@ -222,7 +222,7 @@ def test_a_rank_that_uses_its_shards_receives_others_beside_them(
             late.manager.start_quorum(takes_state=False)
             assert late.manager.is_healing()
             plane = late.manager._session.plane  # type: ignore[union-attr]
-            until(lambda: plane.heal_stats is not None, "the state")
+            until(lambda: plane._state is not None, "the state")
             received.set()
             late.close()
 
