@@ -23,7 +23,7 @@ from lighthouse.process_watch import CAUSE, ProcessWatch, Report
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import open_dealer
 from lighthouse.wire.messages import NO_TERM
-from tests.harness.waiting import PATIENCE_S, children_of, until
+from tests.harness.waiting import PATIENCE_S, children_of_all_threads, until
 from tests.lighthouse.support import FAST, JOB, Player
 
 pytestmark = pytest.mark.process
@@ -198,10 +198,11 @@ def test_a_watcher_that_is_stopped_keeps_nobody_waiting(
     server: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each quorum tells it something, and nobody reads."""
+    before = children_of_all_threads(os.getpid())
     watch = ProcessWatch(server.address(), FAST, b"x")
     assert watch.start([Report(JOB, "x")])
     assert watch.wait_ready(PATIENCE_S)
-    (watcher,) = children_of(os.getpid())
+    (watcher,) = children_of_all_threads(os.getpid()) - before
     os.kill(watcher, signal.SIGSTOP)
     for quorum_id in range(2_000):
         watch.update([Report(JOB, "x", NO_TERM, quorum_id)])
