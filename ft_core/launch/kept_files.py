@@ -8,6 +8,7 @@ one when its launcher is started again. A job that ends well leaves no file.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -25,8 +26,11 @@ FOLDER = "keeper"
 
 
 def file_of(folder: str, job_id: str) -> Path:
-    """Where the state of a job is."""
-    return Path(folder) / FOLDER / f"{re.sub(r'[^A-Za-z0-9._-]', '_', job_id)}.state"
+    """Where the state of a job is: no two jobs have one name."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", job_id)
+    if name != job_id:
+        name += "." + hashlib.blake2b(job_id.encode(), digest_size=8).hexdigest()
+    return Path(folder) / FOLDER / f"{name}.state"
 
 
 def environment(folder: str) -> dict[str, str]:
@@ -62,9 +66,9 @@ def read(job_id: str) -> tuple[Card, list[dict[str, Any]]] | None:
     import torch
 
     folder = os.environ.get(ENV_FOLDER, "")
-    file = file_of(folder, job_id)
-    if not folder or not file.exists():
+    if not folder:
         return None
+    file = file_of(folder, job_id)
     try:
         whole = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         parts = [
@@ -72,6 +76,8 @@ def read(job_id: str) -> tuple[Card, list[dict[str, Any]]] | None:
             for each in whole["parts"]
         ]
         return Card.of(json.loads(whole["card"])), parts
+    except FileNotFoundError:
+        return None
     except Exception as error:  # of any kind, if it is not one of ours
         log.warning("%s can't be read (%s): the job begins without it", file, error)
         return None
@@ -81,5 +87,10 @@ def forget(job_id: str, folder: str = "") -> None:
     """The job has ended well: a process of its training says so, and its supervisor once more when the
     keeper, which may just have written, is gone. `folder`: where it is not that of the environment."""
     folder = folder or os.environ.get(ENV_FOLDER, "")
-    if folder:
-        file_of(folder, job_id).unlink(missing_ok=True)
+    if not folder:
+        return
+    file = file_of(folder, job_id)
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s can't be removed: %s", file, error)

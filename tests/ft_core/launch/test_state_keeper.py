@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ft_core.launch import kept_files
 from ft_core.launch.keeping import MODULE
 from ft_core.launch.kept import Card, Version, takes
 from lighthouse.config import LighthouseConfig, Timeouts
@@ -193,3 +194,30 @@ def test_the_keeper_never_goes_back() -> None:
 def test_a_card_travels(version: Version | None) -> None:
     card = Card("tcp://a/w", ("job", "room", "schema"), version, "token")
     assert Card.of(card.row()) == card
+
+
+def test_each_job_has_a_file_of_its_own_and_one_that_cannot_be_reached_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = ["a_b", "a/b", "a b", "\N{SNOWMAN}" * 200, "\N{COMET}" * 200]
+    for step, job in enumerate(jobs):
+        version = Version(step, "after", 1, 1)
+        kept_files.write(str(tmp_path), Card("nowhere", (job,), version), [])
+
+    def kept_steps() -> list[int]:
+        found = [kept_files.read(job) for job in jobs]
+        return [each[0].version.step for each in found if each and each[0].version]
+
+    monkeypatch.setenv(kept_files.ENV_FOLDER, str(tmp_path))
+    assert kept_steps() == [0, 1, 2, 3, 4]
+    kept_files.forget("a/b")
+    assert kept_steps() == [0, 2, 3, 4]
+
+    kept_files.file_of(
+        str(tmp_path), "a/b"
+    ).mkdir()  # neither read nor removed, as in a folder of others
+    assert kept_steps() == [0, 2, 3, 4]
+    kept_files.forget("a/b")
+
+    monkeypatch.setenv(kept_files.ENV_FOLDER, str(tmp_path / ("x" * 300)))
+    assert kept_steps() == [], "a start that finds no folder begins without it"
