@@ -185,9 +185,10 @@ class IntraGroup:
             for peer in self._peers:
                 peer.settimeout(self._timeout_s if limited else None)
             if self._rank == 0:
-                return self._lead(name, mine, combine)
-            _send(self._peers[0], (name, mine))
-            failure, result = _receive(self._peers[0])
+                failure, result = self._lead(name, mine, combine)
+            else:
+                _send(self._peers[0], (name, mine))
+                failure, result = _receive(self._peers[0])
         except (OSError, EOFError) as error:
             self.close()
             late = isinstance(error, TimeoutError)
@@ -197,11 +198,16 @@ class IntraGroup:
                 "all ranks of a group must make the same calls"
             )
             raise GroupBroken(self._broken) from error
+        except BaseException as error:  # the others would wait for what this rank has not sent
+            self.close()
+            self._broken = f"{name}: it has failed in this rank before ({type(error).__name__})"
+            raise
         if failure:
             raise RuntimeError(failure)
         return result
 
-    def _lead(self, name: str, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    def _lead(self, name: str, mine: Any, combine: Callable[[list[Any]], Any]) -> tuple[str, Any]:
+        """(why the call has failed in all ranks, its result)."""
         values, names = [mine], [name]
         for peer in self._peers:
             its_name, value = _receive(peer)
@@ -217,9 +223,7 @@ class IntraGroup:
             result = combine(values)
         for peer in self._peers:
             _send(peer, (failure, result))
-        if failure:
-            raise RuntimeError(failure)
-        return result
+        return failure, result
 
     # ------------------------------------------------------------------ rendezvous
 

@@ -107,6 +107,26 @@ def test_different_calls_and_a_rank_that_is_gone_are_said() -> None:
                 zero.barrier()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_value_that_cannot_be_sent_keeps_no_other_rank_waiting(rank: int) -> None:
+    with ranks(2) as groups:
+        together(*[group.barrier for group in groups])
+        values: list[Any] = [1, 2]
+        values[rank] = threading.Lock()
+
+        def script(group: IntraGroup, value: Any) -> list[str]:
+            told = []
+            for _ in range(2):  # a caller may catch it
+                with pytest.raises((TypeError, GroupBroken)) as error:
+                    group.broadcast(value, src=rank)
+                told.append(str(error.value))
+            return told
+
+        told = together(*[partial(script, *each) for each in zip(groups, values, strict=True)])
+        assert "pickle" in told[rank][0] and "failed in this rank before" in told[rank][1]
+        assert all("another rank of this replica group is gone" in text for text in told[1 - rank])
+
+
 def test_a_rank_that_does_not_come_is_said_to_be_late() -> None:
     with ranks(2, timeout_s=0.5) as (zero, one):
         together(lambda: zero.barrier(limited=False), lambda: one.barrier(limited=False))
