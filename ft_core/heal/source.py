@@ -177,9 +177,9 @@ class HealServer:
         try:
             self._bind(host, options.heal_port)
         except ValueError as error:
-            # A launcher may give all ranks of a group the same arguments, and so the same port.
-            taken = getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
-            if not taken or options.group_world_size == 1:
+            # A launcher may give all ranks of a group the same arguments, and so the same port. And workers
+            # of a loader that are forks outlive a process that is killed, with copies of what it listened at.
+            if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
             _log.info("port %d is in use: this rank serves heals at another one", options.heal_port)
             self._bind(host, 0)

@@ -90,11 +90,11 @@ def test_heal_server_listens_at_the_port_asked_for() -> None:
         replica.close()
 
 
-def test_a_port_that_is_taken_is_refused_in_a_sentence() -> None:
+def test_a_port_that_is_taken_costs_no_start() -> None:
+    """Such as by workers of a loader, which outlive a process that was killed by seconds."""
     with lighthouse() as server, socket.create_server(("127.0.0.1", 0)) as taken:
         replica = Replica(server, "r0", port=taken.getsockname()[1])
-        with pytest.raises(ValueError, match=r"Cannot serve heals on 127.*choose .* a free port"):
-            replica.manager.start_quorum()
+        replica.run_to(1)
         replica.close()
 
 
