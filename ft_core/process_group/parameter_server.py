@@ -128,7 +128,7 @@ class ParameterServer(ABC):
         self.close()
 
     def _begin(self, client: bytes) -> dict[str, str] | None:
-        """The answer to a client; None: the server is closed, or waits for as many as it may."""
+        """The answer to a client; None: the server is closed, or has as many as it may or can."""
         pg, session_id = self.new_process_group(), str(uuid.uuid4())
         own = pg.address()
         thread = threading.Thread(
@@ -140,8 +140,12 @@ class ParameterServer(ABC):
         with self._lock:
             begins = not self._closed and self._meeting.acquire(blocking=False)
             if begins:
-                self._sessions[pg] = thread
-                thread.start()
+                try:
+                    thread.start()
+                    self._sessions[pg] = thread
+                except RuntimeError:  # no threads are left
+                    self._meeting.release()
+                    begins = False
         if not begins:
             pg.shutdown()
             return None
@@ -177,7 +181,7 @@ class ParameterServer(ABC):
                     return
                 answer = begin(self.rfile.read(int(length)))
                 if answer is None:
-                    self.send_error(503, "it is closed, or waits for too many clients")
+                    self.send_error(503, "it is closed, or has too many clients")
                     return
                 body = json.dumps(answer).encode()
                 self.send_response(200)

@@ -34,7 +34,8 @@ _IN_BACKEND = timedelta(milliseconds=20)
 
 
 def start_or_run(thread: threading.Thread) -> None:
-    """Start `thread`. Where the interpreter is ending and starts none (Python 3.12), do here what it would."""
+    """Start `thread`. Where none can be started (too many are there, or the interpreter is ending, from Python 3.12
+    on), do here what it would."""
     try:
         thread.start()
     except RuntimeError:

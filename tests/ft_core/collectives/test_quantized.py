@@ -96,6 +96,31 @@ def test_plain_and_quantized_calls_keep_their_order() -> None:
             assert found[6] == [1.0, 1.0]
 
 
+def test_quantized_calls_end_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def some(thread: threading.Thread) -> None:
+        if thread.name == "ft-collectives":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", some)
+    with lighthouse() as server:
+        group = members(server.address(), 2)
+
+        def script(replica: Replica, index: int) -> list[float]:
+            replica.manager.start_quorum()
+            tensors = [torch.full((4,), float(index + i)) for i in range(2)]
+            for tensor in tensors:
+                replica.manager.allreduce(tensor, should_quantize=True)
+            assert replica.manager.should_commit()
+            return [float(tensor[0]) for tensor in tensors]
+
+        assert all_of(group, script) == [pytest.approx([0.5, 1.5], rel=0.02)] * 2
+
+
 def test_spares_add_nothing() -> None:
     with lighthouse() as server:
         group = members(

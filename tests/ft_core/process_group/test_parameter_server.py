@@ -141,6 +141,26 @@ def test_groups_that_cant_be_made_take_no_places(
     pg.shutdown()
 
 
+def test_where_no_thread_can_be_started_a_client_is_refused_and_takes_no_place(
+    server: Sums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def some(thread: threading.Thread) -> None:
+        if thread.name == "ft-session":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as few:
+        few.setattr(threading.Thread, "start", some)
+        for _ in range(MOST_STRANGERS + 1):
+            with pytest.raises(ProcessGroupError, match="503"):
+                Sums.new_session(server.address())
+    pg = Sums.new_session(server.address())
+    assert add(pg, 1.0) == [1.0] * 2
+    pg.shutdown()
+
+
 def test_no_server_is_one_sentence() -> None:
     with pytest.raises(ProcessGroupError, match=r"no parameter server .* check that it runs there"):
         Sums.new_session(f"http://127.0.0.1:{free_port()}/new_session")
