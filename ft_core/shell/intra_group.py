@@ -190,21 +190,28 @@ class IntraGroup:
                 _send(self._peers[0], (name, mine))
                 failure, result = _receive(self._peers[0])
         except (OSError, EOFError) as error:
-            self.close()
             late = isinstance(error, TimeoutError)
             what = f"did not come within {self._timeout_s:g} s" if late else "is gone"
-            self._broken = (
+            self._break_off(
                 f"{name}: another rank of this replica group {what} ({error or type(error).__name__}); "
                 "all ranks of a group must make the same calls"
             )
             raise GroupBroken(self._broken) from error
         except BaseException as error:  # the others would wait for what this rank has not sent
-            self.close()
-            self._broken = f"{name}: it has failed in this rank before ({type(error).__name__})"
+            self._break_off(f"{name}: it has failed in this rank before ({type(error).__name__})")
             raise
         if failure:
             raise RuntimeError(failure)
         return result
+
+    def _break_off(self, why: str) -> None:
+        """End the connections for all that hold them: workers of a data loader, which were forked from this
+        process, have copies."""
+        self._broken = why
+        for peer in self._peers:
+            with contextlib.suppress(OSError):  # it has ended already
+                peer.shutdown(socket.SHUT_RDWR)
+        self.close()
 
     def _lead(self, name: str, mine: Any, combine: Callable[[list[Any]], Any]) -> tuple[str, Any]:
         """(why the call has failed in all ranks, its result)."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import resource
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -111,6 +113,8 @@ def test_different_calls_and_a_rank_that_is_gone_are_said() -> None:
 def test_a_value_that_cannot_be_sent_keeps_no_other_rank_waiting(rank: int) -> None:
     with ranks(2) as groups:
         together(*[group.barrier for group in groups])
+        worker = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+        worker.start()  # as of a data loader: it has copies of the connections
         values: list[Any] = [1, 2]
         values[rank] = threading.Lock()
 
@@ -125,6 +129,8 @@ def test_a_value_that_cannot_be_sent_keeps_no_other_rank_waiting(rank: int) -> N
         told = together(*[partial(script, *each) for each in zip(groups, values, strict=True)])
         assert "pickle" in told[rank][0] and "failed in this rank before" in told[rank][1]
         assert all("another rank of this replica group is gone" in text for text in told[1 - rank])
+        worker.kill()
+        worker.join()
 
 
 def test_a_rank_that_does_not_come_is_said_to_be_late() -> None:
