@@ -360,8 +360,10 @@ class BulkStream:
         self._asked.put(None)
 
     def join(self) -> None:
-        """Wait until nothing more is written. After `end`, and with `memory` set or cancelled."""
+        """Wait until nothing more is written. After `end` or the last report, and with `memory` set or
+        cancelled."""
         self._thread.join()
+        self._socket.close()
 
     def _tell(self, news: News, chunk: int = -1, reason: str = "", part: float = 0.0) -> None:
         self._told_at = time.monotonic()
@@ -384,8 +386,7 @@ class BulkStream:
             _log.debug("A bulk stream failed", exc_info=True)
             reason = str(error) or type(error).__name__
         finally:
-            with contextlib.suppress(OSError):
-                self._socket.close()
+            _shut(self._socket)  # `ask` may be in it
             self._tell(last, reason=reason)
 
     def _connect(self) -> None:
