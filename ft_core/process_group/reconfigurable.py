@@ -524,22 +524,25 @@ class ReconfigurableProcessGroup(ProcessGroup):
         deadline: float,
     ) -> None:
         communicator, replaced = previous, None
-        if previous is None or not self._reusable(previous):
-            self._missed = {self._rank}  # unless a communicator can be made here
-            communicator, replaced = self._new_communicator(self._rank, self._size), previous
-            self._missed = set()
-        assert communicator is not None
         assert self._listener is not None
-        limit_s = connect_limit_s(timeout_s)
-        rendezvous = Rendezvous(
-            self._listener,
-            self._quorum_id,
-            self._rank,
-            members,
-            communicator.handle(),
-            limit_s,
-            on_silence=self.silent_listener,
-        )
+        try:
+            if communicator is None or not self._reusable(communicator):
+                communicator, replaced = None, previous
+                self._missed = {self._rank}  # unless a communicator can be made here
+                communicator = self._new_communicator(self._rank, self._size)
+                self._missed = set()
+            rendezvous = Rendezvous(
+                self._listener,
+                self._quorum_id,
+                self._rank,
+                members,
+                communicator.handle(),
+                connect_limit_s(timeout_s),
+                on_silence=self.silent_listener,
+            )
+        except BaseException:  # such as an interface that is gone, or no descriptors that are left
+            self._close_in_background([replaced, communicator], None)
+            raise
         builder = _Builder(communicator, rendezvous, timeout_s)
         connected = False
         try:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ft_core.collectives.allreduce import options_for
-from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
+from ft_core.process_group import ProcessGroupError, ProcessGroupGloo, gloo, reconfigurable
 from tests.ft_core.process_group.members import (
     KIND_NAMES,
     KINDS,
@@ -228,6 +228,31 @@ def test_configure_gives_up_when_a_member_never_comes(four: list[ProcessGroupGlo
     assert "rank(s) 3 of 4 never came" in " ".join(map(str, calls.outcomes.values()))
     configure(four, 2)
     assert sums(four) == right_sum(4)
+
+
+@pytest.mark.parametrize("what", ["Rendezvous", "choose_address"])
+def test_a_configure_that_can_not_begin_closes_the_last_quorums_communicator(
+    native: bool, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device kept threads and descriptors, of which there may be too few already."""
+
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError("no descriptors are left")
+
+    closed = threading.Event()
+    with gloo_groups(1, native=native) as [group]:
+        configure([group], 1)
+        last: Any = group._communicator
+        close = last.close
+        monkeypatch.setattr(last, "close", lambda end_works: (close(end_works), closed.set()))
+        group.set_timeout(timedelta(seconds=7))  # it can't be used again
+        with monkeypatch.context() as broken:
+            broken.setattr(gloo if what == "choose_address" else reconfigurable, what, fails)
+            with pytest.raises(ProcessGroupError, match="no descriptors are left"):
+                group.configure(2, 0, [group.address()], PATIENCE_S)
+        assert closed.wait(PATIENCE_S)
+        configure([group], 3)
+        assert sums([group]) == right_sum(1)
 
 
 def test_revoke_ends_a_configure(four: list[ProcessGroupGloo]) -> None:
