@@ -185,7 +185,11 @@ class DataPlane:
             target=self._try_to_reach, args=(effect,), name="ft-reach", daemon=True
         )
         with self._reach_lock:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as failure:  # no threads are left; the pair goes on resting
+                log.warning("could not try to connect to other members: %s", failure)
+                return
             self._reaching = [each for each in self._reaching if each.is_alive()] + [thread]
 
     def _try_to_reach(self, effect: TryToReach) -> None:
@@ -241,17 +245,22 @@ class DataPlane:
         A fetch under way is stopped, and reports nothing more: both may be received into the
         same memory.
         """
-        before = self._stop_heal()
+        before, interrupt = self._stop_heal(), None
         try:
             interrupt = Interrupt()
-        except OSError as failure:  # no descriptors are left
+            thread = threading.Thread(
+                target=self._run_fetch,
+                args=(effect, interrupt, before),
+                name="ft-heal",
+                daemon=True,
+            )
+            thread.start()
+        except (OSError, RuntimeError) as failure:  # no descriptors are left, or no threads
+            if interrupt is not None:
+                interrupt.close()
             self.report(Fetched(effect, str(failure)))
             return
-        thread = threading.Thread(
-            target=self._run_fetch, args=(effect, interrupt, before), name="ft-heal", daemon=True
-        )
         self._heal = thread, interrupt
-        thread.start()
 
     def _run_fetch(
         self, effect: FetchState, interrupt: Interrupt, before: threading.Thread | None

@@ -15,7 +15,15 @@ from ft_core.process_group import (
     ProcessGroupError,
     ProcessGroupGloo,
 )
-from ft_core.replica.events import Abort, Configure, Configured, Fetched, Tried, TryToReach
+from ft_core.replica.events import (
+    Abort,
+    Configure,
+    Configured,
+    Fetched,
+    FetchState,
+    Tried,
+    TryToReach,
+)
 from ft_core.shell.data_plane import DataPlane, RankAddress, addresses
 from ft_core.telemetry import Telemetry
 from lighthouse.wire.messages import Member
@@ -178,6 +186,24 @@ def test_an_error_of_the_question_ends_no_thread_with_a_traceback(
     plane.close()  # waits for the threads
     assert plane.said() == []
     assert caplog.text.count("could not try to connect to a") == 8
+
+
+def test_where_no_thread_can_be_started_a_heal_fails_and_a_question_is_not_answered(
+    make: Callable[[ProcessGroup], Plane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the thread of the plane, or the one that works the socket to the lighthouse."""
+    plane = make(ProcessGroupDummy())
+    asked = FetchState(1, "after 1", (Member("a", 1, (advertised(b"x"),)),))
+
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", none)
+        plane.fetch(asked)
+        plane.try_to_reach(TryToReach(asked.sources))
+    assert plane.said() == [Fetched(asked, "can't start new thread")]
+    plane.close()
 
 
 def test_an_error_of_the_plane_thread_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
