@@ -198,7 +198,7 @@ class HealServer:
             )
             try:
                 self._bulk = BulkServer(host, word, self._find)
-            except OSError as error:
+            except (OSError, ValueError, RuntimeError) as error:  # no descriptors, name or threads
                 self._endpoint.close()
                 raise ValueError(f"Cannot serve heals on {host}: {error}.") from error
         except ValueError:

@@ -14,7 +14,7 @@ import torch
 import zmq
 
 from ft_core.config import JobOptions
-from ft_core.heal import NEXT, HealDenied, HealError, HealKey, HealProgress, HealServer, fetch
+from ft_core.heal import NEXT, HealDenied, HealError, HealKey, HealProgress, HealServer, bulk, fetch
 from ft_core.heal import protocol as wire
 from ft_core.heal.target import DEFAULT_CHUNK_BYTES
 from ft_core.heal.transfer_plan import WINDOW
@@ -303,6 +303,20 @@ def test_unknown_object_leaves_nothing_published(make_server: MakeServer) -> Non
 def test_bad_hosts(host: str) -> None:
     with pytest.raises(ValueError, match=r"address of"):
         HealServer(host=host)
+
+
+def test_a_server_whose_port_for_bytes_can_not_be_bound_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the name of its host did not resolve the second time, it waited for its own socket."""
+
+    def fails(host: str, port: int) -> None:
+        raise ValueError(f"{host} does not resolve")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(bulk, "resolve", fails)
+        with pytest.raises(ValueError, match="Cannot serve heals on 127.0.0.1: .* not resolve"):
+            HealServer(host="127.0.0.1")
 
 
 def test_closed_server_says_so(make_server: MakeServer) -> None:
