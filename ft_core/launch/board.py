@@ -168,13 +168,14 @@ class Board:
         return found
 
     def wait(self) -> bool:
-        """Wait until a child asks for a look; False: the board is closed. A thread of its own."""
-        with contextlib.suppress(OSError):
-            return os.read(self._read, 4096).strip(b"\n") == b""
+        """Wait until a child asks for a look; False, once: the board is closed. A thread of its own."""
+        if os.read(self._read, 4096).strip(b"\n") == b"":
+            return True
+        os.close(self._read)
         return False
 
     def close(self) -> None:
-        """Free all; `wait` ends. Once."""
+        """Free all; `wait` ends, and frees what it has read. Once."""
         os.write(self._write, b"x")
         os.close(self._write)
         self._memory.close()

@@ -235,8 +235,8 @@ class Control:
         """
         with self._io:
             messages = self._link_fds[0]
-            self._epoll.modify(messages, 0)  # or each one would wake the control thread, too
             try:
+                self._epoll.modify(messages, 0)  # or each one would wake the control thread, too
                 with self._lock:
                     self._handle(vote, time.monotonic())
                     self._notify_waiting()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -56,6 +57,19 @@ def test_commits_count_from_the_first_quorum_of_the_training_on(board: Board) ->
     assert board.look(0) == Seen()
     board.clear(1)
     assert board.look(1) == Seen()
+
+
+def test_a_board_that_is_closed_keeps_no_descriptor() -> None:
+    def opened() -> set[str]:
+        return set(os.listdir("/proc/self/fd"))
+
+    before, heard = opened(), []
+    with board_of(2) as board:
+        waits = threading.Thread(target=lambda: heard.append(board.wait()))
+        waits.start()
+    waits.join()
+    assert heard == [False]
+    assert opened() == before
 
 
 def test_rows_after_a_training_have_the_same_numbers_in_all(board: Board) -> None:
