@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -356,6 +357,21 @@ def test_silent_visitors_of_the_status_page_leave_descriptors_to_the_members(
         assert not answers()
         silent[0].close()
         until(answers)
+
+
+def test_visitors_for_whom_no_thread_can_be_started_take_no_place(
+    server: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with web.StatusPage("127.0.0.1:0", server.status) as page:
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", none)
+            for _ in range(web.MOST_CONNECTIONS + 1):
+                with pytest.raises(OSError):
+                    urllib.request.urlopen(page.url, timeout=PATIENCE_S)
+        assert urllib.request.urlopen(page.url, timeout=PATIENCE_S).read()
 
 
 def test_a_message_that_the_rules_fail_on_ends_its_job_only(
