@@ -481,7 +481,8 @@ class HealServer:
                 raise ProtocolError("a request before open")
             if isinstance(request, wire.Done):
                 del self._readers[identity]
-                self._finished_targets += 1
+                # One of an earlier version may say so late.
+                self._finished_targets += reader.publication is self._publication
                 self._count(finished=1)
                 return
             reader.missing = request.missing

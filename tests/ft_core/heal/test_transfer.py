@@ -695,6 +695,36 @@ def test_no_descriptors_are_left(make_server: MakeServer) -> None:
     until(lambda: count() <= before)
 
 
+def test_a_reader_of_the_last_version_that_ends_late_is_not_taken_for_one_of_this(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source did not keep what the reader that is still to come lacks."""
+    server, receive = make_server(), HealServer._receive
+    server.publish(KEY, state(12), copy=False, expected_targets=1)
+    ends, late, goes_on = (threading.Event() for _ in range(3))
+
+    def slow(self: HealServer) -> bool:
+        if ends.is_set():
+            late.set()
+            goes_on.wait(PATIENCE_S)
+        return receive(self)
+
+    monkeypatch.setattr(HealServer, "_receive", slow)
+    fetch([server.address], KEY, deadline=soon(), progress=lambda seen: _set_at_its_end(seen, ends))
+    assert late.wait(PATIENCE_S)
+    key = HealKey(KEY.step + 1, "next")
+    server.publish(key, state(12), copy=False, expected_targets=1)
+    goes_on.set()
+    until(lambda: server.stats().finished == 1, "its end to be read")
+    server.freeze()
+    assert same(fetch([server.address], key, deadline=soon())[0], state(12))
+
+
+def _set_at_its_end(seen: HealProgress, ends: threading.Event) -> None:
+    if seen.bytes_done == seen.bytes_total:
+        ends.set()
+
+
 def test_a_version_has_its_observer_from_the_moment_in_which_it_is_published(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
