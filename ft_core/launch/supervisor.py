@@ -431,8 +431,10 @@ def _tell(
 ) -> None:
     """See `supervise`. `tellers`: gets the thread."""
     if on_given_up is not None:
-        tellers.append(threading.Thread(target=on_given_up, args=(number,), daemon=True))
-        tellers[-1].start()
+        teller = threading.Thread(target=on_given_up, args=(number,), daemon=True)
+        with contextlib.suppress(RuntimeError):  # no threads are left: the others wait for longer
+            teller.start()
+            tellers.append(teller)
 
 
 @dataclass(slots=True)
@@ -497,13 +499,26 @@ class _Run:
         for child in self.roster.doomed(now):
             _kill(child)
         for child in self.roster.due(now):
-            self.start(child)
+            try:
+                self.start(child)
+            except (OSError, RuntimeError) as error:  # no process, memory or thread is left
+                self._not_started(child, error)
+
+    def _not_started(self, child: Child, error: Exception) -> None:
+        """As if it had been killed, so that it is tried again: the others have no part in it."""
+        self.say(
+            f"replica group {child.number} can't be started ({error}), which counts as its end"
+        )
+        if child.process is not None:  # and nobody waits for its end
+            _kill(child)
+            child.process.wait()
+        self._ended(child, -signal.SIGKILL)
 
     def _stop(self, number: int) -> None:
         self.stopped, self.stopped_by = True, number
         self.kill_at = time.monotonic() + STOP_TIMEOUT_S
-        _signal_all(self.roster, number)
         for child in self.roster.children:
+            _signal(child, number)
             child.restart_at = None
 
     def _look(self) -> None:
@@ -644,11 +659,6 @@ def _kill(child: Child) -> None:
 def _kill_all(roster: Roster) -> None:
     for child in roster.children:
         _kill(child)
-
-
-def _signal_all(roster: Roster, number: int) -> None:
-    for child in roster.children:
-        _signal(child, number)
 
 
 def _how(exit_code: int, hung: bool) -> str:

@@ -375,11 +375,12 @@ sys.exit(supervise([sys.executable, sys.argv[1], sys.argv[2]], environment,
 
 
 def start(
-    tmp_path: Path, child: str, *, told: str = "", ignored: Any = None
+    tmp_path: Path, child: str, *, told: str = "", ignored: Any = None, before: str = ""
 ) -> subprocess.Popen[bytes]:
-    """`told`: address of a lighthouse that is told of children that are given up. `ignored`: a signal."""
+    """`told`: address of a lighthouse that is told of children that are given up. `ignored`: a signal. `before`: what
+    the supervisor's process runs first."""
     (tmp_path / "child.py").write_text(CHILD + textwrap.dedent(child))
-    (tmp_path / "parent.py").write_text(PARENT)
+    (tmp_path / "parent.py").write_text(before + PARENT)
     command = [sys.executable, "parent.py", str(tmp_path / "child.py"), str(tmp_path), told]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     if ignored:
@@ -431,6 +432,37 @@ def test_killed_child_comes_back(tmp_path: Path, ignored: Any) -> None:
     os.kill(pid_in(tmp_path / "1.0"), signal.SIGKILL)
     assert parent.wait(PATIENCE_S) == 0
     assert b"was killed by SIGKILL; it is started again" in parent.communicate()[1]
+    assert not (tmp_path / "0.1").exists()
+
+
+@pytest.mark.parametrize("fails", ["subprocess.Popen._execute_child", "threading.Thread.start"])
+def test_a_child_that_can_not_be_started_again_is_tried_again_and_costs_the_others_nothing(
+    tmp_path: Path, fails: str
+) -> None:
+    """The limit of processes may be reached for a moment. It ended all that ran."""
+    script = """
+    while not (log / "1.2").exists():
+        time.sleep(0.02)
+    """
+    before = f"""
+    import os, subprocess, threading, time
+    from pathlib import Path
+    works, again = {fails}, Path("again")
+    def scarce(*arguments, **options):
+        if Path("1.0").exists() and again.exists():
+            again.unlink()
+            raise {"BlockingIOError(11, 'Resource temporarily unavailable')" if "Popen" in fails else "RuntimeError('no new thread')"}
+        return works(*arguments, **options)
+    {fails} = scarce
+    """
+    with start(tmp_path, script, before=textwrap.dedent(before)) as parent:
+        pids = [pid_in(tmp_path / f"{index}.0") for index in (0, 1)]
+        (tmp_path / "again").touch()
+        os.kill(pids[1], signal.SIGKILL)
+        assert parent.wait(PATIENCE_S) == 0
+        assert parent.stderr is not None
+        said = parent.stderr.read()
+    assert said.count(b"replica group 1 can't be started") == 1
     assert not (tmp_path / "0.1").exists()
 
 
