@@ -110,7 +110,15 @@ class _Keeper:
         read_end, write_end = os.pipe()
         parent = os.getpid()
         write_out(sys.stdout)
-        self._child = os.fork()
+        try:
+            self._child = os.fork()
+        except OSError as error:  # no process, or no memory, is left
+            os.close(read_end)
+            os.close(write_end)
+            if not self._address:
+                raise
+            write_out(sys.stderr, f"lighthouse: no process can be started ({error})\n")
+            return 1
         if not self._child:
             os.close(read_end)
             self._be_child(parent, write_end)

@@ -97,6 +97,35 @@ def test_a_process_that_is_ended_is_started_again_at_its_address(
         assert process.wait(PATIENCE_S) == 0
 
 
+def test_where_no_process_can_be_started_it_is_tried_again(context: zmq.Context[Any]) -> None:
+    """The limit of processes may be reached for a moment. It ended the command."""
+    scarce = """
+import os, runpy
+works, forks = os.fork, []
+def fork():
+    forks.append(1)
+    if len(forks) in (2, 3):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return works()
+os.fork = fork
+runpy.run_module("lighthouse", run_name="__main__")
+"""
+    options = "--bind", "tcp://127.0.0.1:0", "--expected-replicas", "1"
+    with subprocess.Popen(
+        [sys.executable, "-c", scarce, *options], cwd=REPO, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        (first,) = children_of(process.pid)
+        os.kill(first, signal.SIGKILL)
+        player = Player(address, "a", context)
+        player.join()
+        player.await_quorum()
+        player.close()
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+
+
 def test_what_serves_ends_with_the_command() -> None:
     with lighthouse() as (process, address):
         (child,) = children_of(process.pid)
