@@ -291,12 +291,12 @@ class Slot:
         return self._row
 
     def logged(self, row: int) -> None:
-        """This process, which writes for all, has logged this row."""
-        self._set(_ROWS_AT, row)
+        """This process, which writes for all, has logged this row, or a life before it has, which was further."""
+        self._set(_ROWS_AT, max(row, self._get(self._at + _ROWS_AT)))
 
     def evaluated(self) -> None:
         """This process, which writes for all, has ended the evaluation that it has begun last."""
-        self._set(_ROWS_AT, self._last_of_evaluation)
+        self.logged(self._last_of_evaluation)
 
     def await_evaluated(self) -> None:
         """Wait until the process that writes for all has ended the evaluation that this one is in, is dead, or

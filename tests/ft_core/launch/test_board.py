@@ -93,6 +93,27 @@ def test_rows_after_a_training_have_the_same_numbers_in_all(board: Board) -> Non
     assert slots[1].next_row() > first
 
 
+def test_a_life_that_evaluates_again_forgets_no_row_of_the_one_before(board: Board) -> None:
+    """All died behind the row of the second of two evaluations, and this one is the first that is back."""
+
+    def life() -> Slot:
+        one = slots_of(board, 2)[0]
+        one.training(1, over=False)
+        one.training(1, over=True)
+        return one
+
+    before = life()
+    for _ in range(2):
+        before.evaluates()
+        before.logged(row := before.next_row())
+    board.died(0)
+    board.clear(0)
+    again = life()
+    again.evaluates()
+    again.evaluated()
+    assert again.last_row == row
+
+
 def test_whether_all_others_leave(board: Board) -> None:
     first, other = slots_of(board, 2)
     assert not first.others_leave(), "there is none"
