@@ -28,13 +28,16 @@ def replace_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     then takes the name `path`. If the block raises, the draft is removed and `path` is as it was. A
     process that is killed in between leaves its draft, `.NAME.HOST.PID.part`; see `remove_drafts`.
 
-    Any thread, but one at a time for a path. Raises OSError if the file can't be written, and
-    FileNotFoundError if the block has written none.
+    Any thread, but one at a time for a path. Raises OSError if the file can't be written, also where the block
+    has kept that to itself, and FileNotFoundError if the block has written none.
     """
     path = Path(path)
     draft = draft_of(path)
     try:
         yield draft
+        if not draft.exists():
+            draft.touch()  # raises why: Lightning's save passes over a PermissionError
+            draft.unlink()
         _flush(draft)
         draft.replace(path)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -61,6 +62,20 @@ def test_a_block_that_writes_nothing_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), replace_whole(path):
         pass
     assert path.read_text() == "old"
+
+
+def test_a_block_that_passes_over_a_folder_that_cannot_be_written_is_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lightning saves a checkpoint. A stand-in refuses, since root may write everywhere."""
+
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "touch", refused)
+    with pytest.raises(PermissionError), replace_whole(tmp_path / "file"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_is_on_the_disk_before_it_has_its_name(
