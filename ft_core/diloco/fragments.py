@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ft_core.collectives.buffers import owned_buffers
 from ft_core.heal.shardings import Sharding, dtensor_type, local_part
 
 DEFAULT_BUCKET_BYTES = 32 << 20
@@ -174,15 +175,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
     Of DTensors the local parts.
     """
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for prefix, owner in model.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name in owner._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            found[f"{prefix}.{name}" if prefix else name] = local_values(buffer)
-    return found
+    owned = owned_buffers(model).items()
+    return {full: local_values(getattr(owner, name)) for full, (owner, name) in owned}
 
 
 def describe(fragments: Sequence[Fragment], model: nn.Module) -> str:
