@@ -35,7 +35,8 @@ from ft_core.errors import AddressError, ProcessGroupError
 from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.device_memory import CopyDevice, first_device
 from ft_core.process_group.dialing import connect_limit_s, unreachable
-from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
+from ft_core.process_group.rendezvous import Listener, Rendezvous
+from ft_core.process_group.rendezvous_messages import Address
 from ft_core.process_group.work import (
     AbortDump,
     BackendWork,

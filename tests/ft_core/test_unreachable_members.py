@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ft_core.errors import QuorumUnavailable
-from ft_core.process_group.rendezvous import Address, Hello
+from ft_core.process_group.rendezvous_messages import Address, Hello
 from ft_core.telemetry import QUORUM, WAITING, Event
 from lighthouse import LighthouseServer
 from tests.harness import networks

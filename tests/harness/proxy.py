@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ft_core.process_group.rendezvous import Address, Hello, take_message
+from ft_core.process_group.rendezvous_messages import Address, Hello, take_message
 
 _BYTES = 1 << 16
 

@@ -23,11 +23,10 @@ from ft_core.process_group import (
     reconfigurable,
 )
 from ft_core.process_group.gloo_sockets import DeviceSockets, OrphanedOperations, pair_sequences
-from ft_core.process_group.rendezvous import (
+from ft_core.process_group.rendezvous import Listener, Rendezvous
+from ft_core.process_group.rendezvous_messages import (
     Address,
     Hello,
-    Listener,
-    Rendezvous,
     RendezvousMessage,
     RendezvousOver,
     StoreKey,

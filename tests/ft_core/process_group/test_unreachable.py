@@ -11,7 +11,7 @@ import pytest
 
 from ft_core.process_group import ProcessGroupError
 from ft_core.process_group.dialing import connect_limit_s, unreachable
-from ft_core.process_group.rendezvous import Address
+from ft_core.process_group.rendezvous_messages import Address
 from tests.ft_core.process_group.members import KIND_NAMES, KINDS, Calls, configure, gloo_groups
 from tests.harness.proxy import Proxy
 from tests.harness.waiting import PATIENCE_S
