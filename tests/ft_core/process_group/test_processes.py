@@ -139,6 +139,7 @@ DROPPED = """
 import threading, time, weakref
 import torch
 from ft_core.process_group import ProcessGroupGloo
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork with threads
 groups = [ProcessGroupGloo(30.0, hostname='127.0.0.1', native=%s) for _ in range(2)]
 addresses = [group.address() for group in groups]
 call = threading.Thread(target=groups[1].configure, args=(1, 1, addresses, 30.0))
@@ -171,9 +172,10 @@ def test_a_group_may_be_dropped_where_its_backend_still_ends_a_collective(
 
 
 FORKED = """
-import os, sys, threading
+import os, sys, threading, warnings
 import torch
 from ft_core.process_group import ProcessGroupGloo
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork with threads
 groups = [ProcessGroupGloo(30.0, hostname='127.0.0.1', native=%s) for _ in range(2)]
 addresses = [group.address() for group in groups]
 call = threading.Thread(target=groups[1].configure, args=(1, 1, addresses, 30.0))
