@@ -139,7 +139,6 @@ DROPPED = """
 import threading, time, weakref
 import torch
 from ft_core.process_group import ProcessGroupGloo
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork with threads
 groups = [ProcessGroupGloo(30.0, hostname='127.0.0.1', native=%s) for _ in range(2)]
 addresses = [group.address() for group in groups]
 call = threading.Thread(target=groups[1].configure, args=(1, 1, addresses, 30.0))
