@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import signal
 import sys
 import threading
@@ -121,6 +122,7 @@ class Runtime:
         self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._finished = False
         self._failed = ""
+        self._pid = os.getpid()
         self._at, self._starting = "fetch", 0  # the thread in which a quorum is being started
         self._headers = GradientHeaders(kept_apart=False)
         self._sigterm = Sigterm(self._is_waiting)
@@ -598,6 +600,8 @@ class Runtime:
 
     def _at_exit(self) -> None:
         """The script has ended: without `end_training`, or by an error?"""
+        if os.getpid() != self._pid:
+            return  # a process that the script has forked
         if hasattr(sys, "last_value") or self._sigterm.noted:
             if not (self.live or self._sigterm.noted):
                 log.warning(EARLY)

@@ -202,8 +202,13 @@ class Slot:
         self.there = memory is not None
         """Whether a supervisor has started this process. Read only."""
         self._joined, self._over, self._commits = False, False, 0
-        self._pid = os.getpid()
         self._row = 0
+
+    def leave_to_parent(self) -> None:
+        """This process was forked from the slot's. No supervisor has started it, and what it says is not told."""
+        self._memory, self._wake, self._at = mmap.mmap(-1, 2 * _SLOT_BYTES), -1, 0
+        self._keepers_at = _SLOT_BYTES
+        self.there = self._whole = False
 
     def join(self) -> None:
         """This process takes part in a quorum of the training. Call it before the first vote, hence
@@ -245,8 +250,8 @@ class Slot:
     def shut_down(self) -> None:
         """Python shuts down, and this process may be killed in that. If its training is over, the script
         has written all, unless it ends with an error. (`sys.exit(3)` is seen here only within `reported`; else the exit
-        code tells.) Not where a process shuts down that was forked from this one."""
-        if self._over and not hasattr(sys, "last_value") and os.getpid() == self._pid:
+        code tells.)"""
+        if self._over and not hasattr(sys, "last_value"):
             self.training(SCRIPT, over=True)
 
     def has_passed(self, number: int) -> bool:
@@ -455,7 +460,7 @@ def slot() -> Slot:
     """This process's slot; one that does nothing where no supervisor has started it.
 
     From the first call on the process prints its stacks on the board when the supervisor asks for them, and
-    says there when it has come to its end.
+    says there when it has come to its end. A process that is forked from it later says nothing.
     """
     told = os.environ.get(ENV_BOARD, "")
     if not told:
@@ -476,6 +481,7 @@ def slot() -> Slot:
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
     found = Slot(memory, wake, child, whole=bool(whole))
     atexit.register(found.shut_down)
+    os.register_at_fork(after_in_child=found.leave_to_parent)
     return found
 
 

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -447,11 +448,11 @@ class FTFabricMixin(FabricSavesMixin):
         self._manager.load_state_dict(
             {"step": self.progress.step, "batches_committed": 0, "lineage": f"start-{start}"}
         )
-        me = weakref.ref(self)
+        me, pid = weakref.ref(self), os.getpid()
 
         def leave() -> None:
             strategy = me()
-            if strategy is not None:
+            if strategy is not None and os.getpid() == pid:  # else the script has forked it
                 strategy._at_exit()
 
         atexit.register(leave)

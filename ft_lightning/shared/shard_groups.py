@@ -7,6 +7,7 @@ group is the group, and so is the device mesh. The replicate dimension is the qu
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class ShardGroupMixin(StrategyBase):
             timeout=timeout,
             device_id=device if device.type != "cpu" else None,
         )
-        atexit.register(_leave_group)
+        atexit.register(_leave_group, os.getpid())
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -162,6 +163,6 @@ class ShardGroupMixin(StrategyBase):
             raise NoLongerLeads
 
 
-def _leave_group() -> None:
-    if dist.is_initialized():
+def _leave_group(pid: int) -> None:
+    if dist.is_initialized() and os.getpid() == pid:  # else the script has forked this process
         dist.destroy_process_group()

@@ -145,6 +145,44 @@ print("after a second one")
     assert done.returncode == -signal.SIGTERM
 
 
+@pytest.mark.parametrize(
+    ("before", "code"), [("signal.SIG_DFL", -15), ("lambda *_: os._exit(3)", 3)]
+)
+def test_a_process_that_was_forked_ends_by_sigterm(before: str, code: int) -> None:
+    """As without the loop's handler, also if it comes at once: pools of workers end them so, and wait for them."""
+    script = f"""
+import multiprocessing, os, signal, time
+from ft_core.launch import ending
+
+class Loop:
+    def waits(self):
+        return False
+
+def told_at_once():  # it is called before the hooks of `Sigterm`
+    if at_once:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+os.register_at_fork(after_in_child=told_at_once)
+loop, context = Loop(), multiprocessing.get_context("fork")
+signal.signal(signal.SIGTERM, {before})
+told = ending.Sigterm(loop.waits)
+told.watch()
+for at_once in (False, True):
+    worker, runs = context.Process(target=lambda: (runs.set(), time.sleep(3600))), context.Event()
+    worker.start()
+    if not at_once:
+        runs.wait()
+        worker.terminate()
+    worker.join()
+    print(worker.exitcode)
+print(signal.getsignal(signal.SIGTERM) == told._on_signal, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT
+    )
+    assert (done.stdout, done.stderr) == (f"{code}\n{code}\nTrue set()\n", "")
+
+
 def test_what_a_process_has_started_ends_with_it() -> None:
     """A worker of a loader under `forkserver` does not see that it is gone, nor does a Manager, as of a cache that
     workers share. They lived on, and so did a pipe that reads their output."""
