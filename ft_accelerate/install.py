@@ -380,30 +380,25 @@ def _backward(runtime: Runtime, original: Any, self: Any, loss: Any, **kwargs: A
 
 
 @while_active
-def _autograd_grad(
-    runtime: Runtime,
-    original: Any,
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    *args: Any,
-    allow_unused: bool | None = None,
-    **kwargs: Any,
-) -> Any:
+def _autograd_grad(runtime: Runtime, original: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.grad`, with which scripts make a penalty of gradients. What models return from memory does not
     depend on inputs and parameters: zeros, where torch would raise."""
-    options = grad_outputs, retain_graph, create_graph, *args
-    differentiate = partial(original, outputs, inputs, *options, **kwargs)
-    if not runtime.position.remembers or allow_unused:
-        return differentiate(allow_unused=allow_unused)
-    asked = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    ends = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+    if not runtime.position.remembers:
+        return original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    if given.get("allow_unused"):
+        return original(*args, **kwargs)
+    ends, asked = (  # `model.parameters()` can be read once
+        (given[name],) if isinstance(given[name], torch.Tensor) else tuple(given[name])
+        for name in ("outputs", "inputs")
+    )
     is_graph = all(each.requires_grad for each in asked) and any(o.requires_grad for o in ends)
-    found = differentiate(allow_unused=True) if is_graph else (None,) * len(asked)
+    given |= {"outputs": ends, "inputs": asked, "allow_unused": True}
+    found = original(**given) if is_graph else (None,) * len(asked)
     return tuple(
-        torch.zeros_like(each, requires_grad=create_graph) if gradient is None else gradient
+        torch.zeros_like(each, requires_grad=given.get("create_graph", False))
+        if gradient is None
+        else gradient
         for each, gradient in zip(asked, found, strict=True)
     )
 

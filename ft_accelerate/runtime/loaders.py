@@ -249,7 +249,7 @@ class _Pass:
         evaluates = evaluates and not self._runtime.past.within(iteration.seq)
         if not_all or evaluates:
             some = iteration.left_out + SHOWN_BATCHES
-            length = min(some, length or some)
+            length = some if length is None else min(some, length)
         if length is not None and iteration.yielded >= length:
             position.batches += max(0, (whole or 0) - iteration.yielded)
             _end(loader)

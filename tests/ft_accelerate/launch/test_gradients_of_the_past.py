@@ -34,7 +34,8 @@ def step():
         os.kill(os.getpid(), signal.SIGKILL)
 """
 PENALTIES = """
-loader = accelerator.prepare(loader)
+nothing = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.empty(0, 4)), 4)
+loader, nothing = accelerator.prepare(loader, nothing)
 for epoch in range(epochs):
     for batch, in loader:
         batch.requires_grad_()
@@ -42,8 +43,13 @@ for epoch in range(epochs):
         slope, = torch.autograd.grad(energy.sum(), batch, create_graph=True)
         parts = energy.square().mean(), slope.square().mean()
         last = [torch.autograd.grad(p, net[2].weight, retain_graph=True)[0].norm() for p in parts]
+        whole = torch.autograd.grad(parts[0], model.parameters(), None, True, False, True, False)
+        assert len(whole) == 4
         accelerator.backward(parts[0] + parts[1] * (last[0] / (last[1] + 0.01)))
         step()
+    model.eval()
+    assert not list(nothing)
+    model.train()
 """
 ROLLOUTS = """
 for epoch in range(epochs):
@@ -79,7 +85,8 @@ weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
     "loop", [PENALTIES, ROLLOUTS, CYCLES], ids=["prepared loader", "own loader", "endless loaders"]
 )
 def test_it_looks_at_zeros_and_has_the_weights_of_a_whole_run(tmp_path: Path, loop: str) -> None:
-    """A penalty of gradients by inputs, weights by those of the last layer, gradients that are clipped one by one. With
+    """A penalty of gradients by inputs, weights by those of the last layer, gradients by all parameters, gradients that
+    are clipped one by one; and an evaluation of no data. With
     endless loaders a pass over the data of evaluations goes on across training batches, in the past, too."""
     ends = set()
     for name, dies in {"whole": 0, "killed": 15}.items():
