@@ -312,12 +312,14 @@ def leave(
     if not local.enabled:
         original(local, kind, *error)
         return
-    if kind is None:
-        local._sync_and_avg_model_params()
-    elif isinstance(local, DiLoCo):
-        local.drop()
-    runtime.drift(False)
-    local.model_sync_obj.__exit__(kind, *error)
+    try:
+        if kind is None:
+            local._sync_and_avg_model_params()
+        elif isinstance(local, DiLoCo):
+            local.drop()
+    finally:
+        runtime.drift(False)
+        local.model_sync_obj.__exit__(kind, *error)
 
 
 def average(runtime: Runtime, original: Callable[..., Any], local: Any) -> None:

@@ -44,6 +44,25 @@ for epoch in range(3):
             accelerator.gather(loss.detach())
 """
 
+CUT_SHORT = """
+from ft_accelerate import LocalSGD
+
+class CutShort(LocalSGD):
+    def _sync_and_avg_model_params(self):
+        raise torch.OutOfMemoryError("no memory is left")
+
+local = CutShort(accelerator, model, 8)
+try:
+    with local:
+        pass
+except torch.OutOfMemoryError:
+    pass
+for batch, in loader:
+    accelerator.backward(model(batch).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 # Nothing is raised, and no operation tells where the processes are.
 WITHOUT_A_WORD = """
 for epoch in range(20):
@@ -297,6 +316,15 @@ def test_a_process_that_tries_another_batch_size_alone_is_found(tmp_path: Path) 
     assert "(try 2 of a batch size, batch 1 of a pass, event 0 of its script), the others" in said
     assert "at a gradient step (try 1 of a batch size, batch 1 of a pass, event 0" in said
     assert said.count("is started again") == 1
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+@pytest.mark.process
+def test_gradients_are_averaged_again_behind_an_average_of_parameters_that_has_raised(
+    tmp_path: Path,
+) -> None:
+    """The block of LocalSGD in which none are was left, and its end was not reached."""
+    run(CUT_SHORT, tmp_path)
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
 
 
