@@ -373,4 +373,5 @@ class SavedPosition:
     def forget(self) -> None:
         """The training is at its end."""
         if self._newest is not None:
-            self._newest.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._newest.unlink()

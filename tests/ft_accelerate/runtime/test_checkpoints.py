@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from ft_accelerate.options import FaultTolerancePlugin
-from ft_accelerate.runtime.checkpoints import FOLDER, publish, save_again
+from ft_accelerate.runtime.checkpoints import FOLDER, SavedPosition, publish, save_again
+from ft_accelerate.runtime.script_position import ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks
 from ft_core.environment import ReplicaEnv, Supervision
 from tests.harness.waiting import until
@@ -153,3 +155,14 @@ def test_the_main_process_is_done_while_another_brings_its_files(
     assert saved
     assert {path.name for path in final.iterdir()} == {f"random_states_{i}.pkl" for i in (0, 1)}
     assert not root.exists()
+
+
+def test_a_machine_without_temporary_files_remembers_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended a script, which was at its end, with an error of the file's, and did not leave the others."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    saved = SavedPosition(ScriptPosition(), "job")
+    saved.remember(tmp_path)
+    saved.forget()
