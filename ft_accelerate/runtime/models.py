@@ -384,7 +384,10 @@ class Prepared:
         """That of the newest accelerator."""
         living = self.accelerators
         if not living:
-            raise RuntimeError("no Accelerator was created")
+            raise RuntimeError(
+                "the Accelerator that has prepared the model is gone: keep it in a variable while "
+                "the script trains, since it tells what heals"
+            )
         device: torch.device = living[max(living)].device
         return device
 
@@ -439,12 +442,22 @@ def _frozen(kind: type) -> type:
     def __delattr__(self: Any, name: str) -> None:
         """Dropped."""
 
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """A copy is the script's own, and changes."""
+        object.__setattr__(self, "__class__", kind)
+        try:
+            return self.__reduce_ex__(protocol)
+        finally:
+            object.__setattr__(self, "__class__", frozen)
+
     names = {
         "__setattr__": __setattr__,
         "__delattr__": __delattr__,
+        "__reduce_ex__": __reduce_ex__,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__slots__": (),  # an instance may change its class only if the layout stays
         _FROM_HERE: True,
     }
-    return type(kind.__name__, (kind,), names)
+    frozen = type(kind.__name__, (kind,), names)
+    return frozen

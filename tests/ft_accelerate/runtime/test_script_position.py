@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -598,3 +599,15 @@ def test_a_frozen_object_keeps_its_attributes_and_its_type_until_it_is_thawed() 
     assert type(patience) is Patience and type(slots) is Slots
     assert patience()
     assert (slots.value, array[0]) == (3, 5)
+
+
+def test_a_copy_of_a_frozen_object_is_the_script_s_own() -> None:
+    """Made in its past, and kept (the best of a moving average, say): what was assigned to it was dropped for ever."""
+    patience, average = Patience(), nn.Linear(1, 1)
+    freeze([patience, average])
+    copies = [copy.copy(patience), copy.deepcopy(patience), copy.deepcopy(average).eval()]
+    assert [type(each) for each in copies] == [Patience, Patience, nn.Linear]
+    assert copies[0]() and copies[1]() and not copies[2].training
+    assert not patience()
+    assert average.training
+    thaw([patience, average])
