@@ -4,6 +4,8 @@ that a script has prepared, as long as it lives."""
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -176,7 +178,7 @@ class Memory:
                 return _Answer.apply(self._leaf, tensor, self._skipped_gradient if counts else None)
             return _again(tensor)
 
-        return recursively_apply(answer, self._remembered[key])
+        return _each_tensor(answer, self._remembered[key])
 
     def _kept(self, output: Any) -> Any:
         """`output`, without its large values: those of the largest output stand for those of all."""
@@ -191,7 +193,7 @@ class Memory:
                 self._shared[place] = tensor.reshape(-1)
             return tensor.to("meta")
 
-        return recursively_apply(keep, output)
+        return _each_tensor(keep, output)
 
     def _skipped_gradient(self) -> None:
         if not self._skip_queued:
@@ -219,6 +221,32 @@ class _Answer(torch.autograd.Function):
         if ctx.counted is not None:
             ctx.counted()
         return None, None, None
+
+
+def _each_tensor(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Accelerate's `recursively_apply`, also within dataclasses and torch's distributions."""
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        changed = copy.copy(value)
+        for name in _attributes(value):
+            object.__setattr__(changed, name, _each_tensor(function, getattr(value, name)))
+        return changed
+
+    def is_known(value: Any) -> bool:
+        return isinstance(value, Tensor) or bool(_attributes(value))
+
+    return recursively_apply(apply, output, test_type=is_known)
+
+
+def _attributes(value: Any) -> list[str]:
+    """That may hold a part of an output."""
+    if isinstance(value, torch.distributions.Distribution):
+        return list(vars(value))
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return []
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 def _again(tensor: Tensor) -> Tensor:

@@ -572,6 +572,30 @@ def test_remembered_outputs_for_batches_of_many_lengths_lie_in_one_place() -> No
     torch.testing.assert_close(first, later[-1])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Acts:
+    policy: torch.distributions.Distribution
+    values: list[torch.Tensor]
+    step: int = 1
+
+
+class Policy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = super().forward(x)
+        return Acts(torch.distributions.Categorical(logits=logits), [logits.sum()])
+
+
+def test_remembered_outputs_within_a_dataclass_or_a_distribution_have_a_graph() -> None:
+    """A backward behind them raised."""
+    position = one_window(50)
+    model = in_its_past(Policy(4, 3), position)
+    for done in (1, 2):
+        acts = model(torch.ones(2, 4))
+        assert acts.step == 1
+        (acts.values[0] - acts.policy.log_prob(acts.policy.sample()).sum()).backward()
+        assert position.grads == done
+
+
 class Patience:
     def __init__(self) -> None:
         self.worse = 1
