@@ -21,7 +21,12 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ft_accelerate.runtime.divided_data import drawn_before_fetch, generator_of, seeded_sampler
+from ft_accelerate.runtime.divided_data import (
+    drawn_before_fetch,
+    generator_of,
+    is_stateful,
+    seeded_sampler,
+)
 from ft_accelerate.runtime.models import FollowsTheScript
 from ft_accelerate.runtime.script_position import Iteration, Target
 from ft_core.heal import digest
@@ -449,7 +454,7 @@ def _seeded(accelerator: Any) -> list[SeedableRandomSampler]:
 
 
 def _stateful(accelerator: Any) -> list[Any]:
-    return [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]
+    return [loader for loader in accelerator._dataloaders if is_stateful(loader)]
 
 
 def _models(accelerators: Accelerators) -> dict[str, torch.nn.Module]:

@@ -53,7 +53,7 @@ from ft_accelerate.runtime.state_exchange import StateExchange
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import SHARED_JOB, ReplicaEnv, Supervision
-from ft_core.errors import GroupBroken, QuorumUnavailable
+from ft_core.errors import GroupBroken
 from ft_core.launch.board import slot
 from ft_core.launch.ending import Sigterm, end_at_once
 from ft_core.launch.restarts import OVER_EXIT_CODE
@@ -120,7 +120,7 @@ class Runtime:
         )
         self.saves = Saves(self.leadership, self.reducer.keep_buffers)
         self._there_at = time.monotonic() - age_s()
-        self._open = self._joined = self._aside = self._closed = self._finished = False
+        self._open = self._aside = self._closed = self._finished = False
         self._failed = ""
         self._pid = os.getpid()
         self._at, self._starting = "fetch", 0  # the thread in which a quorum is being started
@@ -156,16 +156,6 @@ class Runtime:
         if self.group_ranks.several_machines:
             return self.group_ranks.local_process_index == 0 and self.live
         return self.leader
-
-    @property
-    def participants(self) -> int:
-        """Processes that contribute to the current (or last) step; 0 before the first."""
-        if self.manager is None or not self._joined:
-            return 0
-        try:
-            return self.manager.num_participants() * self.group_ranks.sharers
-        except QuorumUnavailable:
-            return 0
 
     # ------------------------------------------------------------------ accelerators and models
 
@@ -501,7 +491,7 @@ class Runtime:
                 end_with_group(error)
             finally:
                 self._starting = 0
-            self._open = self._joined = True
+            self._open = True
             part = self._manager.step.part
             if part is not None:  # else the attempt has failed already; its vote tells
                 self.contributes = part.rank is not None

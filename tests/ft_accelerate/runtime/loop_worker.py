@@ -221,7 +221,10 @@ class LoopLog(Log):
         from ft_accelerate.runtime import process as processes
 
         runtime = processes.active()
-        return runtime is not None and runtime.leader and runtime.participants == 2
+        if runtime is None or runtime.manager is None or not runtime.leader:
+            return False
+        part = runtime.manager.step.part
+        return part is not None and part.participants == 2
 
     def at(self, place: str) -> None:
         super().at(place if self.live else f"past-{place}")
