@@ -189,6 +189,8 @@ def refuse_uneven(loader: Any) -> None:
     if sampler is None or sampler.even_batches or sampler.drop_last:
         return
     batches, number = sampler.batch_sampler, sampler.num_processes
+    if not hasattr(batches, "__len__"):
+        return  # only its end tells
     if sampler.split_batches:
         rest = len(batches.sampler) % batches.batch_size if hasattr(batches, "sampler") else 0
         uneven = 0 < rest <= batches.batch_size // number * (number - 1)

@@ -362,7 +362,7 @@ def _length(loader: Any) -> int | None:
     """Batches of a pass, with those that are left out; None: the loader has no length."""
     try:
         return len(loader) + _skipped(loader)
-    except TypeError:
+    except Exception:  # of the script's own, whose data may raise what it likes
         return None
 
 

@@ -11,7 +11,8 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
 
-from ft_accelerate.runtime.loaders import _Pass
+from ft_accelerate.runtime.divided_data import refuse_uneven
+from ft_accelerate.runtime.loaders import _length, _Pass
 from tests.ft_accelerate.harness import forget_accelerate
 
 
@@ -72,3 +73,35 @@ def test_the_batches_that_a_past_shows_leave_a_stream_of_datasets_whole() -> Non
         shown: Any = SimpleNamespace(_loader=loader, _generator=None)
         assert _Pass._first_batch(shown)["x"].tolist() == [2, 3]
     assert [batch["x"].tolist() for batch in loader.base_dataloader] == [[2, 3], [6, 7]]
+
+
+class Endless(IterableDataset[Any]):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(8)
+
+
+class Pairs:
+    """A batch sampler that does not say how many there are."""
+
+    batch_size, drop_last = 2, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([n, n + 1] for n in range(0, 8, 2))
+
+
+@pytest.mark.parametrize(
+    "stock",
+    [DataLoader(Endless(), 2), DataLoader(list(range(8)), batch_sampler=Pairs())],  # type: ignore[arg-type]
+    ids=["stream", "batch sampler"],
+)
+def test_a_loader_need_not_know_its_length(stock: DataLoader[Any]) -> None:
+    """Plain Accelerate does not ask for it; here the script ended with what the question raises."""
+    loader = prepare_data_loader(
+        stock, num_processes=2, process_index=1, put_on_device=False, even_batches=False
+    )
+    refuse_uneven(loader)
+    assert _length(loader) is None
+    assert [batch.tolist() for batch in loader.base_dataloader] == [[2, 3], [6, 7]]
