@@ -445,13 +445,13 @@ def freeze(objects: Iterable[Any]) -> None:
     Drop assignments to their attributes until `thaw`; idempotent.
 
     A `GradScaler` does nothing there by itself, but for what its first use makes.
-    Objects of types that Python does not let change (extension types) stay as they are.
+    Objects of types that Python does not let change (extension types), or that take no subclass, stay as they are.
     """
     for each in objects:
         kind = type(each)
         changes = isinstance(each, FollowsTheScript | torch.amp.GradScaler)
         if _FROM_HERE not in vars(kind) and not changes:
-            with contextlib.suppress(TypeError):
+            with contextlib.suppress(Exception):  # of the type's own `__init_subclass__`, too
                 object.__setattr__(each, "__class__", _frozen(kind))
 
 

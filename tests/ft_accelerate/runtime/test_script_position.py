@@ -625,6 +625,19 @@ def test_a_frozen_object_keeps_its_attributes_and_its_type_until_it_is_thawed() 
     assert (slots.value, array[0]) == (3, 5)
 
 
+class Known:
+    def __init_subclass__(cls) -> None:
+        raise ValueError("a name is known once")
+
+
+def test_an_object_whose_type_takes_no_subclass_stays_as_it_is() -> None:
+    """As one that keeps a list of its subclasses. No life of its process came to its peers."""
+    known = Known()
+    freeze([known])
+    assert type(known) is Known
+    thaw([known])
+
+
 def test_a_copy_of_a_frozen_object_is_the_script_s_own() -> None:
     """Made in its past, and kept (the best of a moving average, say): what was assigned to it was dropped for ever."""
     patience, average = Patience(), nn.Linear(1, 1)
