@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
@@ -56,6 +57,19 @@ def release(instance: Any, *attributes: str) -> None:
         instance.__class__ = type(instance)._ft_original
         for name in attributes:
             vars(instance).pop(name, None)
+
+
+class _Sampler:
+    """In the place of a (batch) sampler that has no subclass of its own: a list, or a range."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
 
 
 def _placing(cls: Any) -> dict[str, Any]:
@@ -129,8 +143,11 @@ class Batches:
         self.at_boundary: Callable[[], None] = lambda: None
         """Called before a batch is fetched. The driver sets it."""
         self._set_sampler_epoch = set_sampler_epoch
-        self._samplers: list[Any] = []
-        self._adopted: list[Any] = []
+        # By id, and no longer than Lightning has them: each epoch may have loaders, and with them data, of its own.
+        self._samplers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._adopted: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Loaders that have been given a sampler in place of theirs."""
         self._marked: list[Any] = []
         self._drawn: list[Any] = []  # as far as the orders of samplers are drawn at the mark
         self._ahead: tuple[tuple[int, int], list[Any]] = (0, 0), []
@@ -161,15 +178,21 @@ class Batches:
 
         self.adopt(trainer.fit_loop, _asking(lambda: self._refuse_nothing(trainer), asks))
 
-    def adopt_loader(self, loader: object) -> None:
+    def adopt_loader(self, loader: Any) -> None:
         """Make a data loader's position choosable."""
         sampler = self.index_sampler(loader)
         if sampler is None:
             self.has_streams = True
         elif not adopted(sampler):
-            adopt(sampler, _placing)
+            try:
+                adopt(sampler, _placing)
+            except TypeError:
+                name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+                vars(loader)[name] = sampler = _Sampler(sampler)
+                self._given[id(loader)] = loader
+                adopt(sampler, _placing)
             sampler._ft_draws = Draws(sampler)
-            self._samplers.append(sampler)
+            self._samplers[id(sampler)] = sampler
 
     def begin_epoch(self, trainer: Any) -> None:
         """Have `at_boundary` called before each batch of this epoch's fetcher, which is not used yet."""
@@ -214,7 +237,7 @@ class Batches:
     def adopt(self, instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
         """Give `instance` a subclass of its own class, until `release`."""
         adopt(instance, methods)
-        self._adopted.append(instance)
+        self._adopted[id(instance)] = instance
 
     def mark(self, trainer: Any) -> None:
         """A step (or window of batches) begins: note how far the streams and random numbers are.
@@ -223,7 +246,7 @@ class Batches:
         at all.
         """
         self.numbers.mark()
-        if any(sampler._ft_draws.counts for sampler in self._samplers):
+        if any(sampler._ft_draws.counts for sampler in self._samplers.values()):
             self._drawn = self._orders_now(trainer)
         if self.has_streams:
             self._marked = self._states_before_next(trainer)
@@ -306,7 +329,7 @@ class Batches:
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
         if fetcher.done:  # this epoch asks for no item, and the next one begins at its first
-            for sampler in self._samplers:
+            for sampler in self._samplers.values():
                 sampler._ft_skip = 0
         for draws, state, over in drawn:
             not_drawn_yet = state and torch.equal(*state)
@@ -373,12 +396,15 @@ class Batches:
 
     def release(self) -> None:
         """Give everything that was adopted its own class back."""
-        for sampler in self._samplers:
+        for sampler in self._samplers.values():
             release(sampler, "_ft_skip", "_ft_chosen", "_ft_draws")
-        for instance in self._adopted:
+        for instance in self._adopted.values():
             release(instance)
-        self._samplers.clear()
-        self._adopted.clear()
+        for loader in self._given.values():
+            its = vars(loader)
+            its.update({name: each.items for name, each in its.items() if type(each) is _Sampler})
+        for each in (self._samplers, self._adopted, self._given):
+            each.clear()
 
     def set_epoch(self, loader: object, epoch: int) -> None:
         """Let samplers shuffle for this epoch."""
