@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.ft_lightning.harness import Line, running
+from tests.harness import workers
 
 pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("fabric_worker.py")
@@ -118,6 +119,42 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
     healed = next(i for i in both if i and mine[i - 1].get("participants") != 2)
     left = next(i for i in range(healed, len(mine)) if mine[i].get("participants") != 2)
     assert left > healed and mine[left]["kind"] == "commit"
+
+
+FORKS = """
+import os, sys
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, TensorDataset
+import ft_lightning
+from ft_core.launch.board import slot
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ft_ddp")
+fabric.launch()
+net = torch.nn.Linear(1, 1)
+model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 2))
+for epoch in range(2):
+    for (batch,) in loader:
+        fabric.backward(model(batch).mean())
+        optimizer.step()
+    if not epoch:
+        child = os.fork()
+        if not child:
+            sys.exit()
+        assert os.waitpid(child, 0)[1] == 0
+        assert not slot().has_passed(1)
+"""
+
+
+def test_a_process_that_a_loop_has_forked_ends_no_training(tmp_path: Path) -> None:
+    """It runs the exit hooks, too. One that came back then was told that the training was over."""
+    script = tmp_path / "train.py"
+    script.write_text(FORKS)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_"))}
+    root = str(Path(__file__).resolve().parents[3])
+    done = workers.run("lightning", [str(script)], env={**env, "PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_one_dies_behind_its_loop_and_the_leader_ends_well(tmp_path: Path) -> None:
