@@ -157,8 +157,12 @@ class FabricPeriodicMixin(FTFabricMixin):
         """Between two inner steps: join, or count the one that is done."""
         if self._starting or self._manager is None or not self._optimizers:
             return
-        if by_loader and not self._leads(self._fetching):
-            return
+        if by_loader:
+            if not self._leads(self._fetching):
+                return
+            self._fed_by_loader = True
+        elif self._fed_by_loader:
+            return  # one of that batch, or behind the training
         if not self._started:
             self._start()
         self._starting = True

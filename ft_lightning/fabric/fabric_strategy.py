@@ -45,7 +45,7 @@ from ft_lightning.shared.registration import NAME
 from ft_lightning.shared.strategy_base import NoLongerLeads, refuse_lbfgs
 from ft_lightning.shared.topology import Role
 from ft_lightning.shared.world_of_torch import sharding_sampler
-from ft_lightning.trainer.batches import adopt, adopted
+from ft_lightning.trainer.batches import adopt, release
 from ft_lightning.trainer.saves import copied, write_whole
 from lighthouse.files import machine_file, replace_whole
 
@@ -384,8 +384,8 @@ class FTFabricMixin(FabricSavesMixin):
         return super().setup_module_and_optimizers(module, optimizers, *given)
 
     def _gate(self, scheduler: Any) -> None:
-        if not adopted(scheduler):
-            adopt(scheduler, self._gated)
+        release(scheduler)  # of another Fabric, or of this one
+        adopt(scheduler, self._gated)
 
     def _passes_over(self) -> bool:
         """Whether a scheduler is to stay where it is: its optimizer does, or its peers' are past this place."""
@@ -690,4 +690,5 @@ class _CountedSync:
 
 
 def _first_parameter(optimizer: Any) -> Any:
-    return optimizer.param_groups[0]["params"][0]
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    return next(every, None)  # a group may be empty

@@ -44,7 +44,7 @@ from ft_lightning.shared.epoch_rest import (
     read_so_far,
     what_is_not_known,
 )
-from ft_lightning.trainer.batches import adopt
+from ft_lightning.trainer.batches import adopt, release
 
 log = logging.getLogger("ft_lightning")
 
@@ -299,6 +299,7 @@ def follow(
     Map-style data is placed by its sampler, which must give the same order for the same epoch. A stream is
     placed by its state. One that has none starts over, and the log says so.
     """
+    release(loader, "_ft_sampler")  # it may have been set up before, for another Fabric, say
     placeable = is_placeable(loader)
     sampler = _PlacedSampler(loader._index_sampler) if placeable else None
     if sampler is not None:

@@ -44,12 +44,13 @@ def fabric(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.strategy.leave()
 
 
-def make(address: str) -> Any:
+def make(address: str, name: str = "FTDDPStrategy", **options: Any) -> Any:
     from lightning.fabric import Fabric
 
-    from ft_lightning.fabric import FTDDPStrategy
+    import ft_lightning.fabric
 
-    strategy = FTDDPStrategy(lighthouse=address, job_id=uuid.uuid4().hex, timeout_s=20)
+    kind = getattr(ft_lightning.fabric, name)
+    strategy = kind(lighthouse=address, job_id=uuid.uuid4().hex, timeout_s=20, **options)
     made = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     made.launch()
     return made
@@ -287,6 +288,58 @@ def test_a_loop_goes_on_from_what_is_kept_unless_it_is_past_that_or_cannot_go_th
     optimizer.step()
     assert goes_on(step=1)
     assert not goes_on(step=0), "as with a newer checkpoint"
+
+
+def test_the_first_group_of_an_optimizers_parameters_may_be_empty(fabric: Any) -> None:
+    """As of those without weight decay. A process that came back ended with an IndexError."""
+    net = nn.Linear(1, 1)
+    groups: list[Any] = [{"params": []}, {"params": list(net.parameters())}]
+    optimizer = torch.optim.SGD(groups, lr=0.01)
+    fabric.strategy.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    model, _ = fabric.setup(net, optimizer)
+    (batch,) = next(iter(fabric.setup_dataloaders(data())))
+    fabric.backward(model(batch).square().mean())
+    progress = {"epoch": 0, "step": 3, "places": [[0, 3, 1]]}
+    kept = {"default": {"progress": progress, "lead": 0, "optimizers": [{}]}}
+    assert fabric.strategy.manager.state.takes_kept(kept)
+
+
+def test_what_an_earlier_fabric_has_set_up_follows_the_later_one(fabric: Any, address: str) -> None:
+    """A script may train the same data and schedule again. The first one's place and window counted, too."""
+    raw, net = data(4), nn.Linear(1, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters(), lr=0.01), 1)
+    fabric.strategy.register("scheduler", scheduler)
+    model, optimizer, loader = ready(fabric, raw, use_distributed_sampler=False)
+    for (batch,) in loader:
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+    fabric.strategy.leave()
+    later = make(address)
+    later.strategy.register("scheduler", scheduler)
+    model, optimizer, loader = ready(later, raw, use_distributed_sampler=False)
+    progress = later.strategy.progress
+    progress.load_state_dict({**progress.state_dict(), "places": [[0, 2, 1]]})
+    assert [float(batch[0]) for (batch,) in loader] == [4.0, 6.0]
+    later.strategy.last_step_committed = False
+    scheduler.step()
+    assert scheduler.last_epoch == 0
+    later.strategy.leave()
+
+
+def test_steps_behind_the_training_are_this_process_s_own(address: str) -> None:
+    """LocalSGD and DiLoCo began again with the next forward, and would have waited for those that had ended."""
+    fabric = make(address, "FTLocalSGDStrategy", sync_every=2)
+    model, optimizer, loader = ready(fabric, data(4))
+    for _ in fabric.strategy.epochs(1):
+        for (batch,) in loader:
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+    assert fabric.strategy.outer_step == 2
+    for _ in range(4):
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+    assert fabric.strategy.outer_step == 2
+    fabric.strategy.leave()
 
 
 @pytest.mark.parametrize("lost", ["", "scheduler"])
