@@ -102,6 +102,14 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def file_name(text: str) -> str:
+    """A name for a file that is about `text`, such as a job's id: no two texts have one."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", text)
+    if name != text:
+        name += "." + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return name
+
+
 def machine_file(purpose: str, subject: str, kind: str) -> Path:
     """A file of this user on this machine, for what its processes share about `subject` (any text)."""
     digest = hashlib.blake2b(subject.encode(), digest_size=6).hexdigest()

@@ -8,11 +8,9 @@ one when its launcher is started again. A job that ends well leaves no file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,10 @@ FOLDER = "keeper"
 
 
 def file_of(folder: str, job_id: str) -> Path:
-    """Where the state of a job is: no two jobs have one name."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", job_id)
-    if name != job_id:
-        name += "." + hashlib.blake2b(job_id.encode(), digest_size=8).hexdigest()
-    return Path(folder) / FOLDER / f"{name}.state"
+    """Where the state of a job is."""
+    from lighthouse.files import file_name
+
+    return Path(folder) / FOLDER / f"{file_name(job_id)}.state"
 
 
 def environment(folder: str) -> dict[str, str]:

@@ -379,16 +379,16 @@ class CheckpointMixin(_Base):
         resumption, module, folder = self._resumption, self.lightning_module, ends_folder()
         if resumption is None or module is None:
             return
-        keeps = folder and self._ranks_hold == "copies"
-        has_room = keeps and _size_of(module) + _kept_in(folder) <= END_BYTES
-        if has_room and not resumption.end_is_saved_of(module):  # last: it reads a file
+        if folder and self._ranks_hold == "copies":
             connector = module.trainer._checkpoint_connector
             io = self._from("plugins.io").TorchCheckpointIO()
             path = os.path.join(folder, f"{resumption.number}.ckpt")
             try:
-                checkpoint = connector.dump_checkpoint(weights_only=False)
-                io.save_checkpoint({**checkpoint, **self._place()}, path)
-                resumption.saved(path)
+                has_room = _size_of(module) + _kept_in(folder) <= END_BYTES
+                if has_room and not resumption.end_is_saved_of(module):  # last: it reads a file
+                    checkpoint = connector.dump_checkpoint(weights_only=False)
+                    io.save_checkpoint({**checkpoint, **self._place()}, path)
+                    resumption.saved(path)
             except Exception as error:  # of what the script has put into the checkpoint, too
                 log.warning("the end of the fit could not be kept (%s)", error)
         resumption.finished()
@@ -420,12 +420,12 @@ class CheckpointMixin(_Base):
             return
         if not (numbers := resumption.needed_by(filepath)):
             return
-        path = os.path.join(folder, f"{numbers[-1]}-{len(os.listdir(folder))}.ckpt")
         try:
+            path = os.path.join(folder, f"{numbers[-1]}-{len(os.listdir(folder))}.ckpt")
             if os.path.getsize(filepath) + _kept_in(folder) <= END_BYTES:
                 shutil.copyfile(filepath, path)
                 resumption.has_moved(numbers, filepath, path)
-        except OSError as error:  # of a file that is gone, too
+        except OSError as error:  # of a file that is gone, or the folder, too
             log.warning("checkpoint %s of an earlier fit could not be kept (%s)", filepath, error)
 
     def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import inspect
 import json
 import logging
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from ft_lightning.trainer.batches import adopt, adopted, release
 from ft_lightning.trainer.counters import settle_counters
 from ft_lightning.trainer.loggers import adopt_log_places, log_places
 from ft_lightning.trainer.saves import SmallFile, lasts, local_path
+from lighthouse.files import file_name
 
 log = logging.getLogger("ft_lightning")
 
@@ -73,8 +73,7 @@ class Resumption:
         alone = job.job_id.startswith("alone-") and scope.group_size == 1
         self._file: SmallFile | None = None
         if not alone and lasts(root):
-            name = re.sub(r"[^A-Za-z0-9._-]", "_", job.job_id)
-            self._file = SmallFile(root, f"{FOLDER}/{name}.json")
+            self._file = SmallFile(root, f"{FOLDER}/{file_name(job.job_id)}.json")
         self._lost = not alone and not lasts(root)
         self._named = job.job_id != SHARED_JOB and not job.job_id.startswith("alone-")
         self._restarted = scope.restarts > 0
@@ -248,7 +247,9 @@ class Resumption:
             self._known["finished"] = self._trainer.global_step
             metrics = self._trainer.callback_metrics
             self._known["epoch"] = self._trainer.current_epoch
-            self._known["metrics"] = {name: float(value) for name, value in metrics.items()}
+            self._known["metrics"] = {
+                name: torch.as_tensor(value).tolist() for name, value in metrics.items()
+            }
             numbers = RandomNumbers()
             numbers.mark()
             self._known["numbers"] = [_packed(state) for state in numbers.marked()]

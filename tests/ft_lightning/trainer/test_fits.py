@@ -186,6 +186,33 @@ def test_a_fit_that_saved_nothing_is_passed_over_under_a_supervisor(
     assert bool(list(tmp_path.rglob("*.ckpt"))) == saves
 
 
+NO_FOLDER = """
+import os, shutil, sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+trainer = Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=2, logger=False,
+                  limit_val_batches=0, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1])
+model = BoringModel()
+for epochs in (1, 2):
+    trainer.fit_loop.max_epochs = epochs
+    trainer.fit(model)
+    shutil.rmtree(os.environ["FT_LIGHTNING_ENDS"], ignore_errors=True)
+"""
+
+
+def test_where_the_supervisors_folder_was_removed_fits_end_well(tmp_path: Path) -> None:
+    """As what cleans /tmp does in a long training. All had ended with the error, at the end of the fit."""
+    script = tmp_path / "train.py"
+    script.write_text(NO_FOLDER)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_"))}
+    done = workers.run(
+        "lightning", [str(script), str(tmp_path)], env={**env, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the end of the fit could not be kept" in done.stderr
+    assert "of an earlier fit could not be kept" in done.stderr
+
+
 def test_a_fit_whose_end_replaces_the_weights_is_passed_over_with_these(tmp_path: Path) -> None:
     """Stochastic weight averaging puts the averages into the model in `on_train_end`, after the last checkpoint."""
     options: dict[str, Any] = {"devices": 2, "epochs": 3, "averages": True}

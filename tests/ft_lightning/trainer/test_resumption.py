@@ -266,6 +266,17 @@ def test_a_folder_that_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert path.endswith("/b.ckpt") and f"goes on from {path}" in said
 
 
+def test_each_job_has_a_record_of_its_own_which_takes_metrics_of_any_shape(tmp_path: Path) -> None:
+    """The ids "a/b" and "a_b" had one; and a metric of several numbers ended the fit at its end."""
+    (tmp_path / "a.ckpt").touch()
+    first, again, other = fit(tmp_path, "a/b"), fit(tmp_path, "a/b"), fit(tmp_path, "a_b")
+    first.saved(tmp_path / "a.ckpt")
+    first._trainer.callback_metrics = {"confusion": torch.eye(2), "loss": torch.tensor(0.5)}
+    first.finished()
+    assert again.has_ended() and not other.has_ended()
+    assert started_from(tmp_path, "a_b", 1, wanted=True)[0] is None
+
+
 def test_a_folder_that_does_not_exist_is_made(tmp_path: Path) -> None:
     """A logger or `dirpath` elsewhere leaves nobody who makes `default_root_dir`, and its parents."""
     first = fit(tmp_path / "runs" / "root", "mine")
