@@ -6,6 +6,7 @@ must be quick and must not raise. `JsonlSink` writes one JSON object per line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -90,7 +91,7 @@ class JsonlSink:
     """Appends events to the file `path` as JSON, one a line, with `common` in each. Any thread.
 
     Each line is flushed, so that a killed process loses none. Raises OSError if the file cannot be
-    opened or written.
+    opened. Where it can't be written (a full disk) a log line says so, and later events are dropped.
     """
 
     def __init__(self, path: Path, **common: Any) -> None:
@@ -101,10 +102,19 @@ class JsonlSink:
     def __call__(self, event: Event) -> None:
         line = {"t": event.wall_s, "kind": event.kind, **self._common, **event.data}
         with self._lock:
-            if not self._file.closed:
+            if self._file.closed:
+                return
+            try:
                 self._file.write(json.dumps(line, default=str) + "\n")
+            except OSError as error:
+                log.warning("%s ends here: it can't be written (%s)", self._file.name, error)
+                self._close()
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
         with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written is in its buffer still
             self._file.close()

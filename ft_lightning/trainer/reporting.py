@@ -142,6 +142,10 @@ class MetricsMixin(_Base):
         self._every_n_steps = every_n_steps
         self._logged_at = 0
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Steps are another fit's."""
+        self._logged_at = 0
+
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -191,8 +195,12 @@ class TimelineMixin(_Base):
         if trainer.strategy.scope.group_rank:
             return  # rank 0 writes for its replica group
         folder = self._folder(trainer)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._sink = JsonlSink(event_file(folder, trainer.strategy.scope.index, os.getpid()))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._sink = JsonlSink(event_file(folder, trainer.strategy.scope.index, os.getpid()))
+        except OSError as error:
+            log.warning("no timeline: %s", error)
+            return
         manager.telemetry.add_sink(self._sink)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -220,7 +228,7 @@ class TimelineMixin(_Base):
 
         try:
             draw(read_run(folder), folder / self._filename)
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             log.warning("no timeline: %s (the events are in %s)", error, folder)
             return
         self.path = folder / self._filename

@@ -53,6 +53,37 @@ for bar in (callbacks.TQDMProgressBar(1), callbacks.RichProgressBar(1)):
 """
 
 
+NO_PICTURE = """
+import os, sys
+from pathlib import Path
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+import ft_lightning
+from ft_core.launch.run_record import event_file
+
+folder = Path(sys.argv[1])
+(folder / "file").touch()
+(folder / "picture" / "timeline.png").mkdir(parents=True)
+(folder / "full").mkdir()
+full = event_file(folder / "full", 0, os.getpid())
+full.symlink_to("/dev/full")
+
+class Once(Callback):
+    def on_train_epoch_end(self, trainer, module):
+        full.unlink(missing_ok=True)  # it can be read without end
+
+counts = ft_lightning.FTMetricsCallback()
+for name in ("full", "file", "picture"):
+    trainer = Trainer(
+        strategy="ft_ddp", accelerator="cpu", devices=1, max_epochs=1, limit_train_batches=2, log_every_n_steps=2,
+        limit_val_batches=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        logger=CSVLogger(folder, name=f"{name}_log"), callbacks=[counts, Once(), ft_lightning.FTTimeline(str(folder / name))])
+    trainer.fit(BoringModel())
+    assert "ft/commits" in Path(trainer.logger.log_dir, "metrics.csv").read_text()
+"""
+
+
 @pytest.mark.process
 @pytest.mark.skipif(
     bool(RequirementCache("lightning<2.5.6")),
@@ -90,6 +121,19 @@ def test_bars_loggers_and_picture(tmp_path: Path) -> None:
         run = read_run(picture.parent)
         assert run.committed_steps() >= 8
         assert len(run.lives[0].of_kind(DISCARD)) == 1
+
+
+@pytest.mark.process
+def test_a_picture_that_cannot_be_made_ends_no_fit(tmp_path: Path) -> None:
+    """Nor does its record on a full disk. A later fit is counted from its first step."""
+    script = tmp_path / "fits.py"
+    script.write_text(NO_PICTURE)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_"))}
+    env |= {"PYTHONPATH": str(ROOT), "FT_JOB_ID": str(tmp_path)}
+    done = workers.run("lightning", [str(script), str(tmp_path)], env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("no timeline: ") == 3
+    assert done.stderr.count("ends here: it can't be written") == 1
 
 
 def test_counts_follow_the_events() -> None:
