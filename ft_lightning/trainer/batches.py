@@ -180,7 +180,7 @@ class Batches:
 
     def adopt_loader(self, loader: Any) -> None:
         """Make a data loader's position choosable."""
-        sampler = self.index_sampler(loader)
+        sampler: Any = self.index_sampler(loader)
         if sampler is None:
             self.has_streams = True
         elif not adopted(sampler):

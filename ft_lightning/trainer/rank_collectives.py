@@ -26,6 +26,7 @@ class CollectivesMixin(StrategyBase):
     """Of this replica group, for what is to reach all ranks of all groups."""
     _preparing = Preparing()
     _prepared = False
+    """Data, for the run under way."""
 
     @property
     def local_rank(self) -> int:
@@ -86,7 +87,7 @@ class CollectivesMixin(StrategyBase):
             return self._in_group.broadcast(obj, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Of the replica group. The first one is after `prepare_data`, which may take long. Raises
+        """Of the replica group. The first one of a run is after `prepare_data`, which may take long. Raises
         GroupBroken if another rank is gone. The loop's thread."""
         first, self._prepared = not self._prepared, True
         self._preparing.release()

@@ -117,6 +117,7 @@ class FTDDPMixin(leader.CheckpointMixin, CollectivesMixin):
                 subject = f"{os.path.abspath(sys.argv[0])} {self._job.job_id}"
                 data, model = self._trainer.datamodule, self.lightning_module
                 self._preparing = Preparing(subject, data, model)
+        self._prepared = False
         self._setup_stock_environment()
         if self._trainer.state.fn == "fit":
             dummy = self._from("fabric.loggers.logger")._DummyExperiment

@@ -200,6 +200,35 @@ for epochs in (1, 2):
 """
 
 
+PREPARES = """
+import time
+from datetime import timedelta
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from ft_lightning import FTDDPStrategy
+
+class Model(BoringModel):
+    def prepare_data(self):
+        time.sleep(epochs)  # the second time longer than the ranks wait for each other elsewhere
+
+strategy = FTDDPStrategy(group_size=2, timeout=timedelta(seconds=1))
+trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=1, logger=False,
+                  limit_val_batches=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+model = Model()
+for epochs in (0, 2):
+    trainer.fit_loop.max_epochs = epochs or 1
+    trainer.fit(model)
+"""
+
+
+def test_ranks_wait_for_the_data_of_a_later_fit_as_for_the_firsts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PREPARES)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_"))}
+    done = workers.run("lightning", [str(script)], env={**env, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_where_the_supervisors_folder_was_removed_fits_end_well(tmp_path: Path) -> None:
     """As what cleans /tmp does in a long training. All had ended with the error, at the end of the fit."""
     script = tmp_path / "train.py"
