@@ -38,7 +38,7 @@ from ft_core.manager import Manager
 from ft_core.optimizer import frozen_parameters
 from ft_lightning.fabric.fabric_loggers import FabricLoggersMixin
 from ft_lightning.fabric.fabric_step import LEFT_OUT
-from ft_lightning.fabric.loop_position import LoaderPlace, Where, WindowPlace, follow, is_placeable
+from ft_lightning.fabric.loop_position import LoaderPlace, Where, WindowPlace, follow
 from ft_lightning.shared.draws import travelling
 from ft_lightning.shared.launcher import SupervisorLauncher
 from ft_lightning.shared.registration import NAME
@@ -407,7 +407,6 @@ class FTFabricMixin(FabricSavesMixin):
         place = LoaderPlace.of(loader, self.world_size)
         self.progress.places.append(place)
         set_epoch = self._from("fabric.utilities.data")._set_sampler_epoch
-        place.placeable = is_placeable(loader)
         place.sampler = sharding_sampler(loader, self.distributed_sampler_kwargs["num_replicas"])
         follow(
             loader,

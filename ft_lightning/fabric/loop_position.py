@@ -280,11 +280,6 @@ class _PlacedSampler:
         return len(self._sampler)
 
 
-def is_placeable(loader: Any) -> bool:
-    """Whether the loader can begin with a batch other than its first."""
-    return not is_stream(loader)
-
-
 def follow(
     loader: Any,
     place: LoaderPlace,
@@ -300,7 +295,7 @@ def follow(
     placed by its state. One that has none starts over, and the log says so.
     """
     release(loader, "_ft_sampler")  # it may have been set up before, for another Fabric, say
-    placeable = is_placeable(loader)
+    placeable = place.placeable = not is_stream(loader)
     sampler = _PlacedSampler(loader._index_sampler) if placeable else None
     if sampler is not None:
         place.draws = sampler.draws

@@ -142,7 +142,7 @@ class Batches:
     def __init__(self, set_sampler_epoch: Callable[[Any, int], None]) -> None:
         self.at_boundary: Callable[[], None] = lambda: None
         """Called before a batch is fetched. The driver sets it."""
-        self._set_sampler_epoch = set_sampler_epoch
+        self.set_sampler_epoch = set_sampler_epoch
         # By id, and no longer than Lightning has them: each epoch may have loaders, and with them data, of its own.
         self._samplers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._adopted: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -302,7 +302,7 @@ class Batches:
         self._ahead = (epoch, done), list(states)
         chosen, drawn = [], []
         for loader, state in zip_longest(loaders, states[: len(loaders)]):
-            self._set_sampler_epoch(loader, epoch)
+            self.set_sampler_epoch(loader, epoch)
             sampler = self.index_sampler(loader)
             if sampler is not None and origin != Origin(epoch):
                 sampler._ft_chosen = batches_left(loader, origin)[done - origin.batch :]
@@ -405,10 +405,6 @@ class Batches:
             its.update({name: each.items for name, each in its.items() if type(each) is _Sampler})
         for each in (self._samplers, self._adopted, self._given):
             each.clear()
-
-    def set_epoch(self, loader: object, epoch: int) -> None:
-        """Let samplers shuffle for this epoch."""
-        self._set_sampler_epoch(loader, epoch)
 
     @staticmethod
     def index_sampler(loader: object) -> Any | None:

@@ -48,7 +48,7 @@ from typing import Any
 
 from ft_core.launch import trackers
 from ft_core.launch.trackers import Opening
-from ft_lightning.trainer.batches import adopt, adopted, release
+from ft_lightning.trainer.batches import adopt, release
 from lighthouse.files import remove_drafts, replace_whole
 
 log = logging.getLogger("ft_lightning")
@@ -421,8 +421,7 @@ def _has_version(logger: Any) -> bool:
 def released(trainer: Any) -> None:
     """Give all loggers their own classes back, whatever has changed them."""
     for logger in trainer.loggers:
-        if adopted(logger):
-            release(logger)
+        release(logger)
 
 
 _TRACKERS = {

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft_core.launch.run_record import END, event_file, read_run
-from ft_core.manager import Manager
 from ft_core.telemetry import (
     COMMIT,
     DISCARD,
@@ -21,7 +20,7 @@ from ft_core.telemetry import (
     Event,
     JsonlSink,
 )
-from ft_lightning.trainer.batches import adopt, adopted, release
+from ft_lightning.trainer.batches import adopt, adopted
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -87,16 +86,9 @@ class Counts:
         }
 
 
-def count(manager: Manager, groups: int) -> Counts:
-    """Count what `manager` does from now on."""
-    counts = Counts(groups)
-    manager.telemetry.add_sink(counts)
-    return counts
-
-
 def show_in_bar(trainer: Any, counts: Counts, *, visible: bool) -> None:
     """Have the Trainer's progress bar (any with Lightning's `get_metrics`: TQDM's, Rich's, a
-    user's) show the counts after its own items. `hide_from_bar` undoes it.
+    user's) show the counts after its own items. `batches.release(bar)` undoes it.
 
     `visible`: this process has the bar, and the user has not disabled it. Lightning decides by rank
     zero at set-up, before there is a leader, and a bar that was made invisible cannot be shown
@@ -117,12 +109,6 @@ def show_in_bar(trainer: Any, counts: Counts, *, visible: bool) -> None:
         return {"get_metrics": get_metrics}
 
     adopt(bar, methods)
-
-
-def hide_from_bar(bar: Any) -> None:
-    """Give a progress bar its own class back."""
-    if bar is not None:
-        release(bar)
 
 
 class MetricsMixin(_Base):

@@ -33,7 +33,7 @@ from ft_core.environment import SHARED_JOB
 from ft_core.heal.random_numbers import RandomNumbers
 from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Scope
-from ft_lightning.trainer.batches import adopt, adopted, release
+from ft_lightning.trainer.batches import adopt, release
 from ft_lightning.trainer.counters import settle_counters
 from ft_lightning.trainer.loggers import adopt_log_places, log_places
 from ft_lightning.trainer.saves import SmallFile, lasts, local_path
@@ -308,9 +308,8 @@ class Resumption:
 
     def release(self) -> None:
         """Lightning's objects are themselves again."""
-        for each in (self._trainer._checkpoint_connector, self._trainer.fit_loop):
-            if adopted(each):
-                release(each)
+        release(self._trainer._checkpoint_connector)
+        release(self._trainer.fit_loop)
 
 
 def _packed(state: Tensor) -> str:

@@ -35,7 +35,7 @@ from ft_lightning.shared.strategy_base import refuse_lbfgs
 from ft_lightning.shared.world_of_torch import divide_anew
 from ft_lightning.trainer import finetuning, healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
-from ft_lightning.trainer.batches import Batches, DataShare, Preparing, check_loader
+from ft_lightning.trainer.batches import Batches, DataShare, Preparing, check_loader, release
 from ft_lightning.trainer.counters import batches_done, check_counters
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import EndsFit, StepDriver
@@ -43,7 +43,7 @@ from ft_lightning.trainer.later_rows import later_rows, make_up_rows
 from ft_lightning.trainer.leader import SkippedHooks
 from ft_lightning.trainer.loggers import Loggers
 from ft_lightning.trainer.rank_collectives import CollectivesMixin
-from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
+from ft_lightning.trainer.reporting import Counts, show_in_bar
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.validation import Validation
 from lighthouse.errors import TrainingOver
@@ -168,7 +168,8 @@ class FTDDPMixin(leader.CheckpointMixin, CollectivesMixin):
         self._checkpoints.begin()
         self._batches = Batches(self._from("fabric.utilities.data")._set_sampler_epoch)
         self._manager = self._make_manager()
-        self.counts = count(self._manager, self._job.data_shares)
+        self.counts = Counts(self._job.data_shares)
+        self._manager.telemetry.add_sink(self.counts)
         self._narrate(lambda: int(trainer.global_step))
         show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.rank == 0)
         self._decisions = Decisions(trainer)
@@ -578,7 +579,7 @@ class FTDDPMixin(leader.CheckpointMixin, CollectivesMixin):
         self._callbacks = ()
         if self._manager is not None:
             self._manager.shutdown(finished=finished)
-            hide_from_bar(self._trainer.progress_bar_callback)
+            release(self._trainer.progress_bar_callback)
         if self._sink is not None:
             self._sink.close()
             self._sink = None

@@ -281,7 +281,7 @@ class Validation:
         found: list[list[Any]] = []
         for loader, limit in zip(combined.flattened, self._loop.max_batches, strict=True):
             self._batches.adopt_loader(loader)
-            self._batches.set_epoch(loader, epochs_done(self._trainer))
+            self._batches.set_sampler_epoch(loader, epochs_done(self._trainer))
             sampler = self._batches.index_sampler(loader)
             if sampler is None:
                 return None
