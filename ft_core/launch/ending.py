@@ -119,26 +119,13 @@ def _ending(whose: str, name: str, at_once: bool, otherwise: _Hook) -> _Hook:
     return hook
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """What calls it while its object is there."""
-    held = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = held()
-        if alive is not None:
-            alive()
-
-    return call
-
-
 class Sigterm:
     """SIGTERM in a training loop (a preemption): the current step is finished, and is the last one.
 
     The vote on that step announces the departure, so that the other members lose nothing. The next step
     that the loop begins ends the process, as SIGTERM would have. A second SIGTERM, more than `PASSED_ON_S`
     later, ends it at once. This class only notes the signal in `noted`; its owner does the rest. A
-    handler that was set before is called first. A process that is forked from this one has no loop, so
-    there SIGTERM does what it did before: a pool of workers ends them by it, and waits for them.
+    handler that was set before is called first. A process that was forked from this one has that handler alone.
 
     Args:
         is_waiting: a method, held weakly. It returns whether the loop waits for its quorum, so that
@@ -150,7 +137,7 @@ class Sigterm:
         self._before: Any = None
         self._installed: Any = None
         self._same_until = 0.0
-        self._blocked = threading.local()
+        self._pid = 0
         self.noted = False
 
     def watch(self) -> None:
@@ -162,11 +149,7 @@ class Sigterm:
             return
         self._before, self._installed = before, self._on_signal
         signal.signal(signal.SIGTERM, self._installed)
-        os.register_at_fork(
-            before=_weakly(self._hold_back),
-            after_in_parent=_weakly(self._let_in),
-            after_in_child=_weakly(self._leave_to_parent),
-        )
+        self._pid = os.getpid()
 
     def unwatch(self) -> None:
         """Restore the former handler, unless another one has been set since."""
@@ -176,21 +159,12 @@ class Sigterm:
         if signal.getsignal(signal.SIGTERM) == installed:
             signal.signal(signal.SIGTERM, self._before)
 
-    def _hold_back(self) -> None:
-        """Before a fork: a SIGTERM that comes before the new process has the former handler waits for it."""
-        if self._installed is not None:
-            self._blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def _let_in(self) -> None:
-        before = self._blocked.__dict__.pop("before", None)
-        if before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _leave_to_parent(self) -> None:
-        self.unwatch()
-        self._let_in()
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # One that the loop has forked, such as a worker of a `Pool`, which is ended so and waited for.
+            signal.signal(signal.SIGTERM, self._before)
+            os.kill(os.getpid(), number)
+            return
         now = time.monotonic()
         watches = self._installed is not None  # else it was reinstalled after `unwatch`
         passed_on = watches and self.noted and now < self._same_until
