@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,13 +301,12 @@ def test_a_timeout_that_is_set_between_two_quorums_bounds_the_second(native: boo
     with gloo_groups(2, native=native, timeout_s=IN_TWENTY_S.total_seconds()) as groups:
         addresses = [group.address() for group in groups]
 
-        def script(rank: int) -> None:
-            groups[rank].configure(1, rank, addresses, PATIENCE_S)
-            if rank == 0:
-                groups[rank].set_timeout(timedelta(seconds=0.2))
-            groups[rank].configure(2, rank, addresses, PATIENCE_S)
+        def script(rank: int, quorum_id: int) -> None:
+            groups[rank].configure(quorum_id, rank, addresses, PATIENCE_S)
 
-        Calls(script, (0, 1)).values()
+        Calls(partial(script, quorum_id=1), (0, 1)).values()
+        groups[0].set_timeout(timedelta(seconds=0.2))
+        Calls(partial(script, quorum_id=2), (0, 1)).values()
         with pytest.raises(ProcessGroupError, match="200ms"):
             groups[0].allreduce([torch.ones(1)]).wait()  # the other one never comes
 
