@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import signal
 import sys
 import threading
@@ -55,7 +54,7 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import SHARED_JOB, ReplicaEnv, Supervision
 from ft_core.errors import GroupBroken
 from ft_core.launch.board import slot
-from ft_core.launch.ending import Sigterm, end_at_once
+from ft_core.launch.ending import Sigterm, end_at_once, unless_forked
 from ft_core.launch.restarts import OVER_EXIT_CODE
 from ft_core.launch.supervisor import after, age_s, die_with
 from ft_core.manager import Manager
@@ -122,7 +121,7 @@ class Runtime:
         self._there_at = time.monotonic() - age_s()
         self._open = self._aside = self._closed = self._finished = False
         self._failed = ""
-        self._pid = os.getpid()
+        self._exit_hook = unless_forked(self._at_exit)
         self._at, self._starting = "fetch", 0  # the thread in which a quorum is being started
         self._headers = GradientHeaders(kept_apart=False)
         self._sigterm = Sigterm(self._is_waiting)
@@ -130,7 +129,7 @@ class Runtime:
         self._sink = JsonlSink(Path(log_to), name=str(ranks.number)) if log_to else None
         if supervision.pid:
             die_with(supervision.pid)
-        atexit.register(self._at_exit)
+        atexit.register(self._exit_hook)
 
     # ------------------------------------------------------------------ which processes are there
 
@@ -142,7 +141,8 @@ class Runtime:
     @property
     def live(self) -> bool:
         """Whether the script's work counts."""
-        return self.position.live
+        # As `ScriptPosition.live`, without a call: it is asked several times a step.
+        return self.position.phase is Phase.LIVE
 
     @property
     def leader(self) -> bool:
@@ -255,8 +255,10 @@ class Runtime:
 
     def _go_live_if_there(self, at: str) -> None:
         """Go live if the peers have done no more. One that has left meanwhile asks them first: they have gone on."""
+        if self.live:
+            return
         self._exchange.take()
-        if self.live or self._aside:
+        if self._aside:
             return
         target, missed = self.position.target, self.position.missed
         if self.position.settle(at):
@@ -555,8 +557,8 @@ class Runtime:
         manager.state.takes_kept = lambda parts: self._exchange.takes_kept(parts, self.saved)
         self.manager = manager
         # The exit hooks of last come first: this process leaves before its process group is shut down.
-        atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)
+        atexit.unregister(self._exit_hook)
+        atexit.register(self._exit_hook)
 
     def _dump(self) -> dict[str, Any]:
         if threading.get_ident() != self._starting:  # the heal's thread asks where to receive
@@ -590,8 +592,6 @@ class Runtime:
 
     def _at_exit(self) -> None:
         """The script has ended: without `end_training`, or by an error?"""
-        if os.getpid() != self._pid:
-            return  # a process that the script has forked
         if hasattr(sys, "last_value") or self._sigterm.noted:
             if not (self.live or self._sigterm.noted):
                 log.warning(EARLY)
@@ -631,7 +631,7 @@ class Runtime:
             if self.leadership.holds:
                 self.saved.forget()
         else:
-            atexit.unregister(self._at_exit)
+            atexit.unregister(self._exit_hook)
         self._leave_for_good(finished=finished)
         if self._sink is not None:
             self._sink.close()

@@ -206,9 +206,7 @@ class Slot:
 
     def leave_to_parent(self) -> None:
         """This process was forked from the slot's. No supervisor has started it, and what it says is not told."""
-        self._memory, self._wake, self._at = mmap.mmap(-1, 2 * _SLOT_BYTES), -1, 0
-        self._keepers_at = _SLOT_BYTES
-        self.there = self._whole = False
+        Slot.__init__(self)
 
     def join(self) -> None:
         """This process takes part in a quorum of the training. Call it before the first vote, hence

@@ -79,6 +79,17 @@ def end_with_a_line(whose: str, name: str, *, at_once: bool = True) -> None:
         sys.excepthook = _ending(whose, name, at_once, sys.excepthook)
 
 
+def unless_forked(hook: Callable[[], object]) -> Callable[[], None]:
+    """`hook` for `atexit`, which does nothing where a process ends that was forked from this one."""
+    pid = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == pid:
+            hook()
+
+    return call
+
+
 def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -> NoReturn:
     """Say `why` (nothing, if it is empty) as `say` does, and end this process without what the script would
     do on its way out, which could change the exit code."""

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import gc
 import logging
-import os
 import sys
 import threading
 import weakref
@@ -31,7 +30,7 @@ from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.environment import SHARED_JOB
 from ft_core.heal import digest
 from ft_core.launch import board
-from ft_core.launch.ending import end_at_once
+from ft_core.launch.ending import end_at_once, unless_forked
 from ft_core.launch.supervisor import say
 from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
@@ -447,14 +446,14 @@ class FTFabricMixin(FabricSavesMixin):
         self._manager.load_state_dict(
             {"step": self.progress.step, "batches_committed": 0, "lineage": f"start-{start}"}
         )
-        me, pid = weakref.ref(self), os.getpid()
+        me = weakref.ref(self)
 
         def leave() -> None:
             strategy = me()
-            if strategy is not None and os.getpid() == pid:  # else the script has forked it
+            if strategy is not None:
                 strategy._at_exit()
 
-        atexit.register(leave)
+        atexit.register(unless_forked(leave))
         self._sigterm.watch()
 
     def _find_schedulers(self) -> None:

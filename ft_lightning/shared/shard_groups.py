@@ -7,7 +7,6 @@ group is the group, and so is the device mesh. The replicate dimension is the qu
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ft_core.launch.ending import unless_forked
 from ft_core.process_group.nccl import outlive_nccl_errors
 from ft_core.shell.group_store import store_of_life
 from ft_lightning.shared.launch_env import LaunchEnv
@@ -133,7 +133,7 @@ class ShardGroupMixin(StrategyBase):
             timeout=timeout,
             device_id=device if device.type != "cpu" else None,
         )
-        atexit.register(_leave_group, os.getpid())
+        atexit.register(unless_forked(_leave_group))
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -163,6 +163,6 @@ class ShardGroupMixin(StrategyBase):
             raise NoLongerLeads
 
 
-def _leave_group(pid: int) -> None:
-    if dist.is_initialized() and os.getpid() == pid:  # else the script has forked this process
+def _leave_group() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()
