@@ -107,13 +107,13 @@ class RollCall:
         """Rank 0 looks once. Returns the key once all ranks have answered."""
         key = f"{self._here}/{self._number}"
         for rank in range(1, self._size):
-            came, answered = f"{self._here}/rank {rank}", f"{key}/{rank}"
+            came, answered = f"{self._here}/rank {rank}", _answer_of(rank, key)
             if store.check([came]):
                 # In this order: a rank that has answered may be at its next call.
                 number = store.get(came).decode()
                 if not store.check([answered]):
                     store.set(f"{self._here}/{number}", self._number)
-        answers = [f"{key}/{rank}" for rank in range(1, self._size)]
+        answers = [_answer_of(rank, key) for rank in range(1, self._size)]
         return key if store.check(answers) else ""
 
     def _answer(self, store: Any) -> str:
@@ -121,8 +121,13 @@ class RollCall:
         if not store.check([f"{self._here}/{self._number}"]):
             return ""
         key = f"{self._here}/{store.get(f'{self._here}/{self._number}').decode()}"
-        store.set(f"{key}/{self._rank}", "")
+        store.set(_answer_of(self._rank, key), "")
         return key
+
+
+def _answer_of(rank: int, key: str) -> str:
+    """Beside `key`, not below it: that is for those who have made the call."""
+    return f"{key} heard by rank {rank}"
 
 
 def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ft_core import init_process_group
+from ft_core.config import JobOptions
+from ft_core.errors import QuorumUnavailable
 from ft_core.launch.rank_group import free_port
+from ft_core.replica.status import INITIAL, RanksHold
+from ft_core.shell.group_server import GroupRendezvous
 from ft_core.shell.group_store import RollCall, group_store
 from tests.harness.cluster import replicas
 from tests.harness.waiting import PATIENCE_S
@@ -103,6 +107,32 @@ def test_a_roll_call_that_was_given_up_is_made_again() -> None:
             calls[rank].key(ranks[rank], 0.0)
     keys = [calls[rank].key(ranks[rank], PATIENCE_S) for rank in (1, 0)]
     assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("hold", RanksHold)
+def test_rank_0_waits_for_what_each_rank_begins_with(hold: RanksHold) -> None:
+    """A rank's answer to the roll call was taken for it where the rank came with its own a moment later: the ranks
+    began with unlike lineages, a group that no quorum takes."""
+    where = {"group_world_size": 2, "store_addr": "127.0.0.1", "store_port": free_port()}
+    ranks = [
+        GroupRendezvous(JobOptions(name="g", group_rank=rank, ranks_hold=hold, **where))
+        for rank in range(2)
+    ]
+
+    def agree(rank: int) -> str:
+        return ranks[rank].from_rank_0("kept", lambda: "version", PATIENCE_S)
+
+    def meet(rank: int, limit_s: float) -> str:
+        return ranks[rank].meet(f"{INITIAL}{rank}", limit_s, lambda: f"{INITIAL}0")
+
+    assert replicas(partial(agree, 0), partial(agree, 1)) == ["version", "version"]
+    with pytest.raises(QuorumUnavailable, match="not all 2 ranks"):
+        meet(0, 0.01)
+    with pytest.raises(QuorumUnavailable):
+        meet(1, 0.01)  # rank 0 has not announced the leader
+    of_group, again = meet(0, PATIENCE_S), meet(0, PATIENCE_S)
+    assert of_group == again != f"{INITIAL}1"
+    assert (of_group == f"{INITIAL}0") == (hold is RanksHold.COPIES)
 
 
 def test_without_a_launcher_it_is_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
