@@ -144,8 +144,9 @@ class Draws:
 def _source(sampler: Any) -> tuple[torch.Generator | None, bool]:
     """What a sampler draws its orders from, or the one that it takes its items from does; None: nothing, or only a
     seed and the epoch's number. And whether processes divide its items, so that all must draw alike."""
-    divided, last = False, None
-    while sampler is not None:
+    divided, last, seen = False, None, set()
+    while sampler is not None and id(sampler) not in seen:  # one may refer to itself
+        seen.add(id(sampler))
         last, divided = sampler, divided or isinstance(sampler, DistributedSampler)
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):

@@ -226,3 +226,22 @@ def test_data_of_its_own_keep_their_own_order(caplog: pytest.LogCaptureFixture) 
             list(same)
         assert under_way == list(same)
         assert bool(caplog.messages) is not alike
+
+
+class Wraps(BatchSampler):
+    """A sampler of a script's own, which refers to itself, or to one that refers to it."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self.sampler: Any = self if inner is None else inner
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[int(x)] for x in torch.randperm(SAMPLES)])
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_sampler_that_refers_to_itself(both: bool) -> None:
+    """It draws from torch's generator, as far as can be told."""
+    sampler = Wraps()
+    if both:
+        sampler.sampler = Wraps(sampler)
+    assert Draws(sampler).counts
