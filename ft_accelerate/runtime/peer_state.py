@@ -350,11 +350,8 @@ class Begun:
         state.update(self.marked())
         if drifts:
             return
-        for number, each in state["accelerators"].items():
-            models = enumerate(each["models"])
-            each["models"] = [
-                its and self.changed.before(its, f"{number}.{i}.") for i, its in models
-            ]
+        for each in state["accelerators"].values():
+            each["models"] = self.changed.before(each["models"])
 
     def relocated(self, *, remembers: bool) -> None:
         """A peer's state was taken. `remembers`: the script runs through a past in which it draws nothing, or less."""

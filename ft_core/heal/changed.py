@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 KEPT_BYTES = 256 << 20
 """Of parameters that are copied before it is known which of them are changed."""
@@ -91,18 +92,19 @@ class ChangedInStep:
         """Another state takes the place of the one in which the step began."""
         self._kept, self.begun = {}, False
 
-    def before(self, state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        """The same, with the values that were there when the step began, but for what an optimizer has updated since.
-        `prefix`: of its names here."""
+    def before(self, tree: Any) -> Any:
+        """The same, with the values that were there when the step began, but for what an optimizer has updated since:
+        wherever in `tree` the parameters are, and under whatever names."""
         parameters = self._parameters()
         now = _versions(parameters) if self._noted else {}
         kept = {
-            n: v
+            place_of(parameters[n]): v
             for n, v in self._kept.items()
-            if now.get(n) == self._noted.get(n)
+            if n in parameters
+            and now.get(n) == self._noted.get(n)
             and (n not in self._updatable or _equal(self._updatable[n], parameters[n]))
         }
-        return {n: kept.get(f"{prefix}{n}", value) for n, value in state_dict.items()}
+        return with_others(tree, lambda tensor: kept.get(place_of(tensor), tensor))
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -111,6 +113,19 @@ class ChangedInStep:
         for name, value in self._kept.items():
             if name in parameters:
                 parameters[name].copy_(value)
+
+
+def with_others(tree: Any, other: Callable[[Tensor], Tensor]) -> Any:
+    """The same tree, with `other(tensor)` in the place of each tensor."""
+    return tree_map(lambda leaf: other(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def place_of(tensor: Tensor) -> tuple[int, ...]:
+    """Equal for tensors that are one in memory, as a parameter and what a state dict holds of it."""
+    local = getattr(tensor, "to_local", lambda: tensor)()
+    if local.layout is not torch.strided or not local.data_ptr():  # or it has no elements
+        return (id(tensor),)
+    return (local.data_ptr(), *local.shape, *local.stride())
 
 
 def _versions(parameters: dict[str, Tensor]) -> dict[str, tuple[int, int]]:

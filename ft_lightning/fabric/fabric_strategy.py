@@ -506,8 +506,7 @@ class FTFabricMixin(FabricSavesMixin):
             places, epoch = self._before, self._epoch_before
         tensors = self._tensors_to_heal()
         if self._where is Where.BATCH:
-            models = enumerate(tensors["models"])
-            tensors["models"] = [self._changed.before(each, f"{i}.") for i, each in models]
+            tensors["models"] = self._changed.before(tensors["models"])
         return {
             **tensors,
             "numbers": self._numbers.marked(),

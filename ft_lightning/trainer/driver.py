@@ -592,8 +592,8 @@ class StepDriver:
             return {"visit": Place.STEP.value}
         state = healing.dump(self._trainer, self._batches, batches=self._window)
         if self._window:
-            model = state["checkpoint"]["state_dict"]
-            state["checkpoint"]["state_dict"] = self._changed.before(model)
+            # Callbacks may have put the model's parameters elsewhere, and an average in their place.
+            state["checkpoint"] = self._changed.before(state["checkpoint"])
         gradients = (self._earlier or self._gradients()) if self._manual else None
         data = self._batches.states(self._trainer, mark=not self._window)
         return {

@@ -27,6 +27,7 @@ from fsspec.utils import get_protocol
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ft_core.heal.changed import place_of, with_others
 from ft_lightning.shared.strategy_base import NoLongerLeads
 from lighthouse.files import remove_drafts, replace_whole
 
@@ -109,12 +110,13 @@ def write_whole(
 
 
 def with_copied_buffers(checkpoint: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """The checkpoint, with copies of the buffers of `module`, which a forward pass changes. Its other
-    tensors stay, so that nothing large is copied."""
-    model = dict(checkpoint["state_dict"])
-    buffers = {name for name, _ in module.named_buffers()}
-    model |= {name: model[name].clone() for name in buffers & model.keys()}
-    return {**checkpoint, "state_dict": model}
+    """The checkpoint, with copies of the buffers of `module`, which a forward pass changes, wherever they are in it. Its
+    other tensors stay, so that nothing large is copied."""
+    buffers = {place_of(each) for each in module.buffers()}
+    copied: dict[str, Any] = with_others(
+        checkpoint, lambda tensor: tensor.clone() if place_of(tensor) in buffers else tensor
+    )
+    return copied
 
 
 def versions(checkpoint: Any) -> list[int]:

@@ -83,5 +83,21 @@ def test_another_model_takes_the_place_of_one_that_is_dropped() -> None:
     assert dropped() is None
     changed.begin()
     models["0."]["b"].add_(1)
-    before = changed.before(models["0."].state_dict(), "0.")
+    before = changed.before(models["0."].state_dict())
     assert first_values(before) == {"b": 0.0}
+
+
+@torch.no_grad()
+def test_values_are_found_under_whatever_names_and_not_by_these() -> None:
+    """Of a parameter with two names; and of one in whose place a callback has put its average, and itself elsewhere."""
+    model = with_zeros("a", "b")
+    model["tied"] = model["a"]
+    changed = ChangedInStep(lambda: {"": model})
+    changed.begin()
+    for value in model.values():
+        value.add_(1)
+    changed.note()
+    averages = {name: torch.full((2,), 7.0) for name in model}
+    given = changed.before({"state_dict": averages, "current": [model.state_dict()]})
+    assert first_values(given["state_dict"]) == {"a": 7.0, "b": 7.0, "tied": 7.0}
+    assert first_values(given["current"][0]) == {"a": 0.0, "b": 0.0, "tied": 0.0}

@@ -401,12 +401,13 @@ def test_an_optimizer_that_raises_in_a_loop_that_goes_on(
         assert len(run.lives(index)) == 1
 
 
+@pytest.mark.parametrize("averages", [False, True])
 def test_what_a_training_step_changes_is_changed_once_in_a_group_that_heals_within_that_step(
-    tmp_path: Path, lighthouse: str
+    tmp_path: Path, lighthouse: str, averages: bool
 ) -> None:
     """A momentum encoder, a weight that is normalized, and one that `on_before_zero_grad` changes, where the peer waits
-    with the gradients of that batch."""
-    options: dict[str, Any] = {"momentum": True, "max_epochs": 1}
+    with the gradients of that batch. `averages`: a callback has put its averages in the checkpoint in their place."""
+    options: dict[str, Any] = {"momentum": True, "max_epochs": 1, "logs": averages}
     options["strategy_options"] = {"min_replicas": 2}
     ends = []
     for dies in ({}, {"0": 1}, {"5": 1}):
