@@ -23,6 +23,7 @@ class FabricLoggersMixin(FabricStepMixin):
     """The part of the strategy that hands loggers on. The loop's thread."""
 
     _fabric: Any = None
+    _began: tuple[int, list[int], int]
     _loggers: Loggers | None = None
     """None: they are as they are, since this is the only group, one is of a class without subclasses, or the
     leader's word does not come with each step (`commit="group"`, outer steps)."""
@@ -50,7 +51,11 @@ class FabricLoggersMixin(FabricStepMixin):
     def _on_quorum(self) -> bool:
         met, known = self._met, super()._on_quorum()
         if known and self._loggers is not None:
-            self._loggers.in_quorum(self._leader, takes_over=met or self.scope.restarts > 0)
+            self._loggers.in_quorum(
+                self._leader,
+                takes_over=met or self.scope.restarts > 0,
+                begins=self.progress.step <= self._began[0] + 1,
+            )
         return known
 
     def _vote(self) -> bool:

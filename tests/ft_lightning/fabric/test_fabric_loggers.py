@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ft_lightning.harness import running
 from tests.harness import workers
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -86,3 +87,39 @@ def test_one_file_has_each_row_once_when_leaders_are_killed(
     rates = [int(row["step"]) for row in rows if row["rate"]]
     assert rates == list(range(rates[0], losses[-1] + 1, rates[0]))
     assert [row["step"] for row in rows if row["batch_size"]] == ["0"]
+
+
+UNREACHABLE = """
+import sys
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+import ft_lightning
+
+fabric = Fabric(strategy="ft_ddp", accelerator="cpu", loggers=CSVLogger(sys.argv[0]))  # which is a file
+fabric.launch()
+net = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.randn(40, 4)), 4))
+for epoch in fabric.strategy.epochs(2):
+    for (batch,) in loader:
+        loss = model(batch).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        fabric.log("loss", loss, step=fabric.strategy.current_step)
+"""
+
+
+def test_a_logger_that_no_group_can_open_ends_each_with_its_error(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """As stock Fabric, and as a Trainer. The second one trained to the end, and logged nothing."""
+    script = tmp_path / "train.py"
+    script.write_text(UNREACHABLE)
+    with running(tmp_path, lighthouse, worker=script) as run:
+        first, second = run.start(0), run.start(1)
+        run.wait(first, code=1)
+        run.wait(second, code=1)
+        assert run.output().count("FileExistsError: [Errno 17]") == 2
