@@ -7,6 +7,7 @@ of them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -77,26 +78,28 @@ class SupervisorLauncher:
         if registration.started_in:
             os.chdir(registration.started_in)  # the script may have gone elsewhere, and will again
         command = group_command(script, scope.group_size)
-        server = None
-        address = self._job.lighthouse
-        if not address:
-            server = self._serve()
-            address = server.address()
+        with contextlib.ExitStack() as for_as_long:
+            address = self._job.lighthouse
+            if not address:
+                server = self._serve()
+                for_as_long.callback(server.shutdown)
+                address = server.address()
+            ends = ""
+            if not elsewhere:
+                ends = tempfile.mkdtemp(prefix="ft_lightning_")
+                for_as_long.callback(shutil.rmtree, ends, ignore_errors=True)
 
-        ends = "" if elsewhere else tempfile.mkdtemp(prefix="ft_lightning_")
+            def environment(number: int) -> dict[str, str]:
+                return child_environment(
+                    scope.index + number,
+                    scope.num_groups,
+                    device=number * scope.group_size,
+                    lighthouse=address,
+                    job_id=job_id,
+                    ends=ends,
+                    processes=scope.supervised * scope.group_size,
+                )
 
-        def environment(number: int) -> dict[str, str]:
-            return child_environment(
-                scope.index + number,
-                scope.num_groups,
-                device=number * scope.group_size,
-                lighthouse=address,
-                job_id=job_id,
-                ends=ends,
-                processes=scope.supervised * scope.group_size,
-            )
-
-        try:
             code = supervise(
                 command,
                 environment,
@@ -111,11 +114,6 @@ class SupervisorLauncher:
                 keep_state_s=self._keep_state_s,
                 keep_state_dir=keep_state_dir,
             )
-        finally:
-            if ends:
-                shutil.rmtree(ends, ignore_errors=True)
-            if server is not None:
-                server.shutdown()
         # SystemExit would run the Trainer's exception hooks, which may save what was not trained.
         logging.shutdown()
         end_at_once("ft_lightning", "", code)

@@ -332,6 +332,25 @@ def test_the_keeper_and_warm_starts_are_on_where_nothing_else_is_said(
     assert options["warm"] is not None
 
 
+def test_a_supervisor_without_room_for_its_files_ends_its_lighthouse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where temporary files can't be made, say."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from lightning.fabric import Fabric
+
+    from ft_lightning.fabric import FTDDPStrategy as FabricStrategy
+    from ft_lightning.shared import launcher
+
+    monkeypatch.setattr(launcher, "script_command", lambda processes: ["train.py"])
+    monkeypatch.setattr(launcher.tempfile, "tempdir", str(tmp_path / "gone"))
+    before = children_of(os.getpid())
+    made: Any = Fabric(strategy=FabricStrategy(), accelerator="cpu", devices=2)
+    with pytest.raises(FileNotFoundError):
+        made.strategy.launcher.launch(lambda: None)
+    assert set(children_of(os.getpid())) <= set(before)
+
+
 def test_a_notebook_is_told_what_to_do() -> None:
     """No script to run again, as in a notebook: said in a sentence, before anything is started."""
     script = """
