@@ -158,6 +158,9 @@ class FTDDPMixin(leader.CheckpointMixin, CollectivesMixin):
         Raises RuntimeError for a Lightning that keeps its counters elsewhere, and ValueError for
         what a job of several replica groups can't do (LBFGS, say).
         """
+        if self.scope.world_size > 1:
+            # Its files carry Lightning's local rank, which would be one number in all groups.
+            trainer.profiler._local_rank = self.scope.rank
         if trainer.state.fn != "fit":
             self._setup_evaluation(trainer)
             return

@@ -12,6 +12,7 @@ from lightning_utilities.core.imports import RequirementCache
 from ft_core.launch.run_record import END, event_file, read_run
 from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, SERVE, Event
 from ft_lightning.trainer.reporting import Counts
+from tests.ft_lightning.harness import running
 from tests.harness import workers
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -174,3 +175,33 @@ def test_a_folder_of_events_is_read_as_a_run(tmp_path: Path) -> None:
     ]
     assert (run.victim, run.kill_s, run.ended_s) == (1, 1, 9)
     assert run.committed_steps() == 2
+
+
+PROFILES = """
+import sys
+from pathlib import Path
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.profilers import AdvancedProfiler
+
+profiler = AdvancedProfiler(Path(sys.argv[0]).parent / "profiles", "run", dump_stats=True)
+trainer = Trainer(accelerator="cpu", strategy="ft_ddp", max_epochs=1, limit_train_batches=2, profiler=profiler,
+                  limit_val_batches=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                  enable_model_summary=False)
+model = BoringModel()
+trainer.fit(model)
+trainer.test(model, verbose=False)
+"""
+
+
+def test_each_group_has_profiles_of_its_own(tmp_path: Path, lighthouse: str) -> None:
+    """In files that carry its rank, as those of `ddp`. All wrote those of rank 0."""
+    script = tmp_path / "train.py"
+    script.write_text(PROFILES)
+    with running(tmp_path, lighthouse, worker=script) as run:
+        run.wait(run.start(0), run.start(1))
+    names = {path.name for path in (tmp_path / "profiles").iterdir()}
+    for kind in ("fit", "test"):
+        for rank in (0, 1):
+            assert f"{kind}-run-{rank}.txt" in names
+    assert "fit-run-1-run_training_batch.prof" in names
