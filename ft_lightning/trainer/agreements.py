@@ -73,8 +73,10 @@ class Rounds:
 
     @property
     def _epoch_ends(self) -> bool:
-        ends: bool = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        return ends or self._trainer.should_stop
+        loop = self._trainer.fit_loop
+        ends: bool = loop.epoch_loop.batch_progress.is_last_batch
+        # Else it goes on till `min_epochs` and `min_steps`.
+        return ends or (self._trainer.should_stop and loop._can_stop_early)
 
     def meet(self, *, tally: bool = False) -> None:
         """A validation's batches are done, nothing is logged: make sure that the leader lives."""

@@ -30,6 +30,7 @@ def check_counters(trainer: Any) -> None:
             _ = state["epoch_progress"][part]["processed"]
         loop = trainer.fit_loop.epoch_loop
         _ = loop._batches_that_stepped, loop._should_accumulate, trainer.fit_loop._combined_loader
+        _ = trainer.fit_loop._can_stop_early
         _ = trainer._checkpoint_connector.dump_checkpoint, trainer.fit_loop._data_fetcher
     except (AttributeError, KeyError, TypeError) as error:
         raise RuntimeError(

@@ -242,3 +242,22 @@ def test_a_leader_that_is_the_last_to_finish_writes_what_is_its_to_write(
         run.go("row:1")
         run.wait(*groups)
     assert len(in_csv(tmp_path / "logs", "ended")) == 2
+
+
+def test_one_is_let_in_while_the_fit_goes_on_that_was_told_to_stop(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Lightning takes `min_steps` to want an epoch, too: behind each batch follows another, and not the epoch's end."""
+    options = {"max_epochs": 2, "min_steps": 15, "asks_to_stop": 2, "dies": {"5": 1}}
+    with running(tmp_path, coordinator.address(), holds=["step:8"], **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        run.until_held(0, "step:8")
+        again = run.start(1)
+        run.until_waiting(coordinator, "1")
+        run.go("step:8")
+        run.wait(zero, again)
+    compare(run.lines(0), run.lines(1))
+    ends = [run.end(rank) for rank in (0, 1)]
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["step"] == ends[1]["step"] == BATCHES

@@ -45,6 +45,8 @@ OPTIONS: dict[str, Any] = {
     "stream": False,  # data of unknown length, which keeps its place
     "synced": False,  # each batch's loss is logged as the mean over all
     "accumulate": 1,
+    "min_steps": None,
+    "asks_to_stop": None,  # from this global step on
     "validates": 1.0,  # each so many batches; a float: that part of an epoch
     "step_delay_s": 0.0,
     "seed": 7,
@@ -107,6 +109,8 @@ class Model(LightningModule):
         self.runs.append([self.trainer.current_epoch, batch_idx])
         self.files.at(f"step:{self.trainer.global_step}")
         time.sleep(self.options["step_delay_s"])
+        if self.trainer.global_step == self.options["asks_to_stop"]:
+            self.trainer.should_stop = True
         step = str(self.trainer.global_step)
         if self.options["inject"].get(step) == self.global_rank and step not in self.injected:
             self.injected.add(step)
@@ -422,6 +426,7 @@ def run(options: dict[str, Any]) -> Trainer:
         strategy=strategy,
         devices=options["devices"],
         max_epochs=options["max_epochs"],
+        min_steps=options["min_steps"],
         accumulate_grad_batches=options["accumulate"],
         val_check_interval=options["validates"],
         callbacks=callbacks,
