@@ -17,6 +17,7 @@ A traceback would show the loop's own lines, and hide the sentence that helps.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -88,6 +89,22 @@ def unless_forked(hook: Callable[[], object]) -> Callable[[], None]:
             hook()
 
     return call
+
+
+def note_exit_codes() -> None:
+    """From now on `sys.exit` with the code of an error leaves `sys.last_value`, as an error does that nothing catches:
+    exit hooks tell by it how the script has ended. Idempotent. They do not see `raise SystemExit(1)`."""
+    plain = sys.exit
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def noting(code: Any = None, /) -> NoReturn:
+        if code not in (None, 0) and threading.current_thread() is threading.main_thread():
+            sys.last_value = SystemExit(code)
+        plain(code)
+
+    sys.exit = noting
 
 
 def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -> NoReturn:

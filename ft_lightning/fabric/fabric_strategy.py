@@ -30,7 +30,7 @@ from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.environment import SHARED_JOB
 from ft_core.heal import digest
 from ft_core.launch import board
-from ft_core.launch.ending import end_at_once, unless_forked
+from ft_core.launch.ending import end_at_once, note_exit_codes, unless_forked
 from ft_core.launch.supervisor import say
 from ft_core.launch.trackers import HeldSaves
 from ft_core.manager import Manager
@@ -454,6 +454,7 @@ class FTFabricMixin(FabricSavesMixin):
                 strategy._at_exit()
 
         atexit.register(unless_forked(leave))
+        note_exit_codes()
         self._sigterm.watch()
 
     def _find_schedulers(self) -> None:

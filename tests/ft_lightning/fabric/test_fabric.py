@@ -248,3 +248,41 @@ def test_those_that_were_stopped_while_their_peer_left_its_loop_do_not_train_on(
     assert [line["step"] for line in run.lines(0)] == list(range(1, 10))
     assert [pid for index in range(1, 1 + others) for pid in run.lives(index)] == stopped
     assert [len(run.lines(index)) for index in range(1, 1 + others)] == at
+
+
+CATCHES = """
+import os, sys
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, TensorDataset
+import ft_lightning
+
+fabric = Fabric(strategy="ft_ddp", accelerator="cpu")
+fabric.launch()
+net = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.randn(40, 4)), 4))
+for epoch in range(3):
+    for (batch,) in loader:
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        if os.environ["REPLICA_GROUP_ID"] == "1":
+            raise OSError("the validation has failed")
+    except OSError as error:
+        print(error)
+        sys.exit(1)
+"""
+
+
+def test_a_script_that_ends_with_an_error_it_has_caught_has_not_finished(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Between two passes over the data. Its peer ended, too: it was told that the training was over."""
+    script = tmp_path / "train.py"
+    script.write_text(CATCHES)
+    with running(tmp_path, lighthouse, worker=script) as run:
+        first, second = run.start(0), run.start(1)
+        run.wait(second, code=1)
+        run.wait(first)
