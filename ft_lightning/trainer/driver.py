@@ -329,6 +329,10 @@ class StepDriver:
 
     def training_step(self, args: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
         """One call of `Strategy.training_step`: `compute(*args)`."""
+        if (
+            self._runs
+        ):  # the optimizer evaluates the loss once more, as those that look around the weights do
+            self.ensure_open()
         if not self.open:
             raise RuntimeError(
                 "a batch began without a quorum: this version of Lightning fetches batches in "
@@ -345,7 +349,7 @@ class StepDriver:
                 self._changed.note()
             self._catch_up()
             # Something was reduced after the last backward, or the epoch may end without one.
-            if self.open and (self._within or self._ends_by_hand()):
+            if self._manual and self.open and (self._within or self._ends_by_hand()):
                 self._commit()
         finally:
             self.computing = False
@@ -362,8 +366,6 @@ class StepDriver:
 
         The first stream that ends ends the epoch of all, and votes tell: over streams a batch without a backward has
         a vote of its own, except within a window of gradients, which are of this group's batches."""
-        if not self._manual:
-            return False
         if not self._batches.known_length and self._earlier is None:
             return True
         return bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)

@@ -186,6 +186,39 @@ def contrastive(place: Place) -> Result:
     return trace.result(trainer)
 
 
+class LooksAround(torch.optim.SGD):
+    """Evaluates the loss twice a step, as SAM and its like do: at the weights, and up the slope from there."""
+
+    def step(self, closure: Any = None) -> Any:
+        weights = [p for group in self.param_groups for p in group["params"]]
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            slopes = [0.05 * p.grad / (p.grad.norm() + 1e-8) for p in weights]
+            torch._foreach_add_(weights, slopes)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            torch._foreach_sub_(weights, slopes)
+        super().step()
+        return loss
+
+
+def sharpness(place: Place) -> Result:
+    """An optimizer that evaluates the loss twice."""
+
+    class Sharp(Net):
+        def configure_optimizers(self) -> Any:
+            return LooksAround(self.parameters(), lr=0.1, momentum=0.9)
+
+    trace = Trace()
+    trainer = place.trainer(trace)
+    fit(trainer, Sharp(place))
+    result = trace.result(trainer)
+    return {**result, "runs": result["runs"][::2]}
+
+
 SCENARIOS = {
-    f.__name__: f for f in (shared, by_hand, rest_left_out, window_left_out, seldom, contrastive)
+    f.__name__: f
+    for f in (shared, by_hand, rest_left_out, window_left_out, seldom, contrastive, sharpness)
 }

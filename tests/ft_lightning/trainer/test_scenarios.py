@@ -38,6 +38,7 @@ AS_STOCK = (
     "seldom",
     "contrastive",
     "stopping_stream",
+    "sharpness",
 )
 IN_WINDOWS = ("accumulate", "every_second_step", "window_left_out", "stopping_stream")
 """In a window buffers are a group's own."""
@@ -50,6 +51,7 @@ RETRIED = {
     "by_hand:retry": {"3": 0, "4": 1, "8": 0},
     "window_left_out:retry": {"9": 1},
     "contrastive:retry": {"3": 0, "4": 1, "9": 1},
+    "sharpness:retry": {"3": 0, "4": 1, "9": 1},
 }
 """Steps (votes) at which one replica's attempt fails, after its peer's gradients have travelled."""
 OWN = (
