@@ -170,7 +170,7 @@ def all_reduce(
         if collectives.process_index not in here:
             mine = mine.clone()
             fill_neutral(mine, "max" if kind is Kind.MAX else "sum")
-        total = collectives.reduce(mine, op)
+        total = collectives.reduce(_resolved(mine), op)
         return total if kind is Kind.MAX else _scaled(total, runtime.num_processes, len(here))
 
     def alone() -> Tensor:
@@ -346,7 +346,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return _resolved(tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """Its values as they are: `conj()` and `imag` may only note what they do."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _typed(data: Tensor, like: Tensor, nbytes: int = 0) -> Tensor:

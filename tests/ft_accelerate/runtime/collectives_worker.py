@@ -114,9 +114,13 @@ def operations(accelerator: Any, folder: Path) -> dict[str, Callable[[], Any]]:
         "gather_nested": lambda: [
             t.tolist() for t in accelerator.gather([torch.tensor(mine), torch.tensor([mine > 1])])
         ],
+        "gather_conjugate": lambda: torch.view_as_real(
+            accelerator.gather(torch.tensor([mine * 1j]).conj()).resolve_conj()
+        ).tolist(),
         "gather_for_metrics": lambda: accelerator.gather_for_metrics(torch.tensor([mine])).tolist(),
         "gather_object": lambda: utils.gather_object([f"p{mine}"]),
         "reduce_sum": lambda: accelerator.reduce(torch.tensor(float(mine))).item(),
+        "reduce_imaginary": lambda: accelerator.reduce(torch.tensor(mine * 1j).conj().imag).item(),
         "reduce_int": lambda: accelerator.reduce(torch.tensor(mine)).item(),
         "reduce_mean": lambda: accelerator.reduce(torch.tensor(float(mine)), "mean").item(),
         "reduce_max": lambda: utils.reduce(torch.tensor(float(mine)), "max").item(),
