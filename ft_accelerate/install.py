@@ -376,7 +376,7 @@ def _backward(runtime: Runtime, original: Any, self: Any, loss: Any, **kwargs: A
         runtime.means.before_backward()
         original(self, loss, **kwargs)
     if from_memory:
-        runtime.prepared.fill_gradients()
+        runtime.prepared.fill_gradients(loss if runtime.position.follows_inputs else None)
 
 
 @while_active

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.collectives.retry import RetryableReducer
@@ -124,7 +125,6 @@ class Memory:
         self._remembered: dict[Any, Any] = {}
         self._shared: dict[Any, Tensor] = {}
         """Large values. Batches of many lengths have as many outputs, which together would not fit."""
-        self._skip_queued = False
         self._leaf = torch.zeros((), requires_grad=True)
         """A graph of remembered outputs ends here."""
 
@@ -165,8 +165,11 @@ class Memory:
         if not self._all_agree(key in self._remembered):
             with torch.no_grad(), _without_trace(module):
                 self._remembered[key] = self._kept(compute(True))
-        wants_grad = module.training and torch.is_grad_enabled()
+        followed = _with_graph((inputs, kwargs)) if torch.is_grad_enabled() else []
+        self._position.follows_inputs |= bool(followed)
+        wants_grad = bool(followed) or (module.training and torch.is_grad_enabled())
         counts = wants_grad and counts
+        self._position.backward_counts = False  # the last one may have raised
 
         numbers = itertools.count()
 
@@ -175,7 +178,8 @@ class Memory:
             if tensor.is_meta:
                 tensor = self._shared[place][: tensor.numel()].view(tensor.shape)
             if wants_grad and tensor.is_floating_point():
-                return _Answer.apply(self._leaf, tensor, self._skipped_gradient if counts else None)
+                counted = self._skipped_gradient if counts else None
+                return _Answer.apply(self._leaf, tensor, counted, *followed)
             return _again(tensor)
 
         return _each_tensor(answer, self._remembered[key])
@@ -196,31 +200,58 @@ class Memory:
         return _each_tensor(keep, output)
 
     def _skipped_gradient(self) -> None:
-        if not self._skip_queued:
-            self._skip_queued = True
+        """Of a backward that goes through several models one gradient step is counted, as live."""
+        if not self._position.backward_counts:
+            self._position.backward_counts = True
             Variable._execution_engine.queue_callback(self._skipped_backward_over)
 
     def _skipped_backward_over(self) -> None:
-        self._skip_queued = False
+        self._position.backward_counts = False
         self._position.replay_grad()
 
 
 class _Answer(torch.autograd.Function):
-    """A remembered output with a graph. `counted` is called when a backward reaches it."""
+    """A remembered output with a graph, in which the model's inputs have gradients of zeros. `counted` is called when a
+    backward reaches it."""
 
     @staticmethod
     def forward(
-        ctx: Any, leaf: Tensor, tensor: Tensor, counted: Callable[[], None] | None
+        ctx: Any, leaf: Tensor, tensor: Tensor, counted: Callable[[], None] | None, *inputs: Tensor
     ) -> Tensor:
         ctx.counted = counted
+        ctx.like = [torch.empty_like(each, device="meta") for each in inputs]
+        ctx.devices = [each.device for each in inputs]
         ctx.set_materialize_grads(False)
         return _again(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.counted is not None:
             ctx.counted()
-        return None, None, None
+        zeros = (
+            torch.zeros_like(like, device=device)
+            for like, device in zip(ctx.like, ctx.devices, strict=True)
+        )
+        return None, None, None, *zeros
+
+
+def _with_graph(inputs: Any) -> list[Tensor]:
+    """Those of a model's inputs that have gradients."""
+    return [each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.requires_grad]
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """What a backward from this loss would give gradients to."""
+    ends, seen = [loss.grad_fn], set()
+    while ends:
+        node = ends.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and leaf.is_leaf:
+            yield leaf
+        ends.extend(following for following, _ in node.next_functions)
 
 
 def _each_tensor(function: Callable[[Tensor], Tensor], output: Any) -> Any:
@@ -353,13 +384,14 @@ class Prepared:
         for model in self._replicated():
             model.is_called = True
 
-    def fill_gradients(self) -> None:
-        """After a backward of the script's past: what has no gradient has one of zeros, at which the script may look."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is None and parameter.requires_grad:
-                        parameter.grad = torch.zeros_like(parameter)
+    def fill_gradients(self, loss: Tensor | None) -> None:
+        """After a backward of the script's past: what has no gradient has one of zeros, at which the script may look; and
+        so has what leads to this `loss` (a batch that is attacked)."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        trained = (p for group in groups for p in group["params"] if p.requires_grad)
+        for each in itertools.chain(trained, () if loss is None else _leaves(loss)):
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
 
     def forget_past(self) -> None:
         """This script stands where its peers' window began. Gradients that it has are none, and the losses by which it

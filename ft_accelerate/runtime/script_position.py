@@ -230,6 +230,10 @@ class ScriptPosition:
     leaves: int | None = None
     """The pass whose loop `Elsewhere` leaves, and may enter in its middle; None: none. UNKNOWN: it comes, behind what
     the script does between two epochs (an evaluation in a callback), where none may be entered."""
+    follows_inputs: bool = False
+    """Whether a model that answers from memory was called with an input that has a gradient."""
+    backward_counts: bool = False
+    """Whether a backward through such a model is under way, at whose end a gradient step is counted."""
     _raised: tuple[int, int] = (0, 0)
     """An event, and the backward passes that have raised since."""
     _ended: int | None = None

@@ -57,6 +57,30 @@ for epoch in range(epochs):
         accelerator.backward(model(batch + accelerator.process_index).square().mean())
         step()
 """
+ATTACKS = """
+loader = accelerator.prepare(loader)
+for epoch in range(epochs):
+    for batch, in loader:
+        batch.requires_grad_()
+        model.train(steps % 2 == 0)
+        accelerator.backward(model(2 * batch).square().mean())
+        attacked = (batch + 0.1 * batch.grad.sign()).detach()
+        model.train()
+        optimizer.zero_grad()
+        accelerator.backward(model(attacked).square().mean())
+        step()
+"""
+TOWERS = """
+other = torch.nn.Linear(4, 1)
+tower, others = accelerator.prepare(other, torch.optim.SGD(other.parameters(), 0.05))
+for epoch in range(epochs):
+    for batch, in loader:
+        batch = batch + accelerator.process_index
+        accelerator.backward((model(batch) * tower(batch)).square().mean())
+        others.step()
+        others.zero_grad()
+        step()
+"""
 CYCLES = """
 def cycle(loader):
     while True:
@@ -82,12 +106,15 @@ weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "loop", [PENALTIES, ROLLOUTS, CYCLES], ids=["prepared loader", "own loader", "endless loaders"]
+    "loop",
+    [PENALTIES, ROLLOUTS, ATTACKS, TOWERS, CYCLES],
+    ids=["prepared loader", "own loader", "attacked batches", "two towers", "endless loaders"],
 )
 def test_it_looks_at_zeros_and_has_the_weights_of_a_whole_run(tmp_path: Path, loop: str) -> None:
     """A penalty of gradients by inputs, weights by those of the last layer, gradients by all parameters, gradients that
-    are clipped one by one; and an evaluation of no data. With
-    endless loaders a pass over the data of evaluations goes on across training batches, in the past, too."""
+        are clipped one by one; and an evaluation of no data. A batch that is changed by its own gradient. One backward
+    through two models, whose data the process reads again: it counts as one. With
+        endless loaders a pass over the data of evaluations goes on across training batches, in the past, too."""
     ends = set()
     for name, dies in {"whole": 0, "killed": 15}.items():
         out = tmp_path / name
