@@ -347,7 +347,11 @@ def _done_in(resumed: _LoaderState) -> int:
 
 
 def _skipped(loader: Any) -> int:
-    """Batches that `skip_first_batches` leaves out of each pass."""
+    """Batches that `skip_first_batches` leaves out of each pass: by the sampler, or of a stream when they are read."""
+    return _skipped_by_index(loader) + int(getattr(loader, "skip_batches", 0))
+
+
+def _skipped_by_index(loader: Any) -> int:
     from accelerate.data_loader import SkipBatchSampler
 
     skipped = 0
@@ -361,7 +365,7 @@ def _skipped(loader: Any) -> int:
 def _length(loader: Any) -> int | None:
     """Batches of a pass, with those that are left out; None: the loader has no length."""
     try:
-        return len(loader) + _skipped(loader)
+        return len(loader) + _skipped_by_index(loader)
     except Exception:  # of the script's own, whose data may raise what it likes
         return None
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.ft_accelerate.installed import run_script
-from tests.ft_accelerate.runtime.loop_worker import LoopLog
+from tests.ft_accelerate.runtime.loop_worker import LoopLog, Stream
 from tests.harness.script import digest
 
 OPTIONS: dict[str, Any] = {
@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "epochs": 5,
     "early": 0,  # a second life ends after so many epochs
     "says_end": False,
+    "streams": False,  # the training data, which has no length
     "save_every": 6,
     "pause_s": 0.0,  # before each step after "step-30"
     "dropout": 0.0,
@@ -46,17 +47,22 @@ def run(options: dict[str, Any]) -> None:
     folder = Path(options["log"]) / "states"
     images, labels = torch.randn(64, 8), torch.randint(0, 3, (64,))
     data = TensorDataset(images, labels)
+    if options["streams"]:
+        unread = DataLoader(Stream(data), 4)
+    else:
+        unread = DataLoader(data, 4, shuffle=True)
+    batches_each = len(data) // 4 // accelerator.num_processes
     net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(options["dropout"]), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     model, optimizer, train, test = accelerator.prepare(
-        net, optimizer, DataLoader(data, 4, shuffle=True), DataLoader(data, 8)
+        net, optimizer, unread, DataLoader(data, 8)
     )
     step = 0
     found = sorted(folder.glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
     if options["resume"] and found:
         accelerator.load_state(str(found[-1]))
         step = int(found[-1].name.split("_")[1])
-    first, done = divmod(step, len(train))
+    first, done = divmod(step, batches_each)
     log.append("starts", step=step)
     again = os.environ.get("FT_RESTARTS") == "1"
     for epoch in range(first, (again and options["early"]) or options["epochs"]):
