@@ -502,6 +502,10 @@ def _frozen(kind: type) -> type:
     def __delattr__(self: Any, name: str) -> None:
         """Dropped."""
 
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """As a `__deepcopy__` calls it: the object is the script's own, and changes."""
+        return kind.__new__(kind, *args, **kwargs)
+
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """A copy is the script's own, and changes."""
         object.__setattr__(self, "__class__", kind)
@@ -513,11 +517,21 @@ def _frozen(kind: type) -> type:
     names = {
         "__setattr__": __setattr__,
         "__delattr__": __delattr__,
+        "__new__": __new__,
         "__reduce_ex__": __reduce_ex__,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__slots__": (),  # an instance may change its class only if the layout stays
         _FROM_HERE: True,
     }
-    frozen = type(kind.__name__, (kind,), names)
+    frozen = _making(kind)(kind.__name__, (kind,), names)
     return frozen
+
+
+def _making(kind: type) -> type:
+    """A metaclass whose types make objects of `kind`: what a frozen object makes by `type(self)(...)` changes."""
+
+    def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind(*args, **kwargs)
+
+    return type("_Making", (type(kind),), {"__call__": __call__})

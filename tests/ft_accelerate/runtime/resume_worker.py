@@ -54,9 +54,7 @@ def run(options: dict[str, Any]) -> None:
     batches_each = len(data) // 4 // accelerator.num_processes
     net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(options["dropout"]), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    model, optimizer, train, test = accelerator.prepare(
-        net, optimizer, unread, DataLoader(data, 8)
-    )
+    model, optimizer, train, test = accelerator.prepare(net, optimizer, unread, DataLoader(data, 8))
     step = 0
     found = sorted(folder.glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
     if options["resume"] and found:

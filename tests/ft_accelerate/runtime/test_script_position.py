@@ -648,3 +648,32 @@ def test_a_copy_of_a_frozen_object_is_the_script_s_own() -> None:
     assert not patience()
     assert average.training
     thaw([patience, average])
+
+
+class Part:
+    """Makes others of its type, in both ways in which Python's own and libraries' classes do."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def half(self) -> Part:
+        return type(self)(self.size // 2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        made = self.__class__.__new__(self.__class__)
+        made.size = self.size
+        return made
+
+
+def test_what_a_frozen_object_makes_is_the_script_s_own() -> None:
+    """Its attributes were dropped, and the script ended where it read them."""
+    part = Part(4)
+    freeze([part])
+    for made, size in ((part.half(), 2), (copy.deepcopy(part), 4)):
+        assert type(made) is Part
+        assert made.size == size
+        made.size = 7
+        assert made.size == 7
+    part.size = 5
+    thaw([part])
+    assert (type(part), part.size) == (Part, 4)
