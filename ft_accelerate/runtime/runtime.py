@@ -105,6 +105,7 @@ class Runtime:
         self.saved = SavedPosition(self.position, options.job_id if same else "")
         self.runs, self.own_writes = TrackerRuns(), OwnWrites(slot())
         self.attempts_discarded = 0
+        self._operations = 0  # that the script has come to
         self.contributes = True
         """Whether this process's values count in the current step: it is not only healing."""
         self.on_live: list[Callable[[], None]] = []
@@ -188,6 +189,11 @@ class Runtime:
         # A model that was freed does not end the operations of its process.
         met = bool(self.prepared.models) and self.manager is not None
         return (met or self.prepared.any_model) and not self._closed
+
+    @property
+    def done_together(self) -> tuple[int, int]:
+        """What the script has come to that all processes do: operations, and passes over loaders. Another one with each."""
+        return self._operations, self.position.iterations
 
     @property
     def beginning(self) -> bool:
@@ -355,6 +361,7 @@ class Runtime:
             keep: keep the result for processes that come back. False: it is in the state that they take.
         """
         self.comes_to_another_place()
+        self._operations += 1
         if self.unfinished is not None:
             finish, self.unfinished = self.unfinished, None
             finish()

@@ -3,7 +3,8 @@
 Callbacks of Trainer set themselves up in the main process only: they ask whether this is the main
 process when training begins, and open a progress bar or a run of a tracker. If the main process dies,
 the next one has to do that before anything is logged. Which callbacks these are is listed nowhere:
-a hook is owed if it asked, in whatever way, and the answer was no.
+a hook is owed if it asked, in whatever way, and the answer was no. Not so one that does something together with the
+other processes, such as an evaluation: they do not come to it again.
 
 A hook may also note that it has run (`_initialized`). So what it has changed in its callback is put
 back before it runs again, unless something else has changed it since.
@@ -157,9 +158,12 @@ class OwedHooks:
         self._owed = [owed for owed in self._owed if owed.event != call.event]
         for callback in list(call.handler.callbacks):
             before, denied = dict(_attributes(callback)), runtime.leadership.denied
+            together = runtime.done_together
             with _watched(call.state):
                 call = replace(call, control=call.to(callback).run())
                 asked = _asked[0]
+            if runtime.done_together != together:
+                continue  # it evaluates, say, in which Trainer asks: alone it would wait for its peers
             if asked or runtime.leadership.denied != denied:
                 after = _attributes(callback)
                 changed = {

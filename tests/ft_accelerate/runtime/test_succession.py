@@ -47,6 +47,7 @@ class Role:
     def __init__(self) -> None:
         self.leads, self.denied, self.live, self.runs = False, 0, True, TrackerRuns()
         self.leadership, self.manager = self, None
+        self.done_together = (0, 0)
 
     def still(self, manager: Any) -> bool:
         return self.leads
@@ -115,6 +116,23 @@ class Tracker(TrainerCallback):
             self.rows.append(state.global_step)
 
 
+class Nested(Tracker):
+    """Looks which process this is, and has other callbacks hear of an event of its own. `together`: it does something
+    that all processes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fit: Any = None
+        self.together = False
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_epoch_begin(args, state, control)
+        self.begins += 1
+        if self.together:
+            self.fit.role.done_together = (self.begins, 0)
+        self.fit("on_step_begin")
+
+
 class Slow(Tracker):
     """As `Tracker`, one of transformers' own: it is open when the test says so."""
 
@@ -140,6 +158,20 @@ class Counter(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begun += 1
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_hook_in_which_others_are_called_is_owed_unless_all_have_done_it(
+    tmp_path: Path, together: bool
+) -> None:
+    """One that evaluates is not called once more, to evaluate alone."""
+    nested = Nested()
+    nested.fit, nested.together = Fit(tmp_path, nested), together
+    nested.fit("on_epoch_begin")
+    assert (nested.begins, nested.epochs) == (1, 0)
+    nested.fit.role.leads = True
+    nested.fit("on_step_begin")
+    assert (nested.begins, nested.epochs) == (1, 0 if together else 1)
 
 
 def test_a_new_main_process_sets_up_what_it_has_skipped(tmp_path: Path) -> None:

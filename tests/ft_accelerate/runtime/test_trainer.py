@@ -374,11 +374,14 @@ def test_a_callback_has_a_checkpoint_written_in_which_the_main_process_dies(tmp_
     assert found[0]["checkpoints"] == ["checkpoint-14", "checkpoint-7"]
 
 
-def test_a_callback_evaluates_where_each_epoch_begins(tmp_path: Path) -> None:
-    """In the epoch that one enters, which comes back, no batch of that evaluation is taken for one of the training."""
+@pytest.mark.parametrize(
+    "kills", ["1:0:on_step_begin:10 0:0:on_step_begin:12", "0:0:on_step_begin:5"]
+)
+def test_a_callback_evaluates_where_each_epoch_begins(tmp_path: Path, kills: str) -> None:
+    """In the epoch that one enters, which comes back, no batch of that evaluation is taken for one of the training.
+    And the next main process does not evaluate once more, alone."""
     options = ("--epochs", "2", "--evaluate_each_first")
     expected = plain(TRAINER, tmp_path / "plain", *options)
-    kills = "1:0:on_step_begin:10 0:0:on_step_begin:12"
     found, said = protected(TRAINER, tmp_path / "ft", *options, kills=kills)
     assert "failed with" not in said
     for report, its in zip(found, expected, strict=True):
