@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -305,11 +305,15 @@ def _without_trace(module: nn.Module) -> Iterator[None]:
 def _shapes(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         return tuple((str(k), _shapes(v)) for k, v in tree.items())
     if isinstance(tree, (list, tuple)):
         return tuple(_shapes(v) for v in tree)
-    return repr(tree) if isinstance(tree, (int, float, str, bool, type(None))) else None
+    if isinstance(tree, (int, float, str, bool, type(None))):
+        return repr(tree)
+    # A batch of a class of the script's own: its numbers may be counts, other ones in each.
+    parts = getattr(tree, "__dict__", {}).items()
+    return tuple((k, _shapes(v)) for k, v in parts if isinstance(v, (Tensor, Mapping)))
 
 
 class Prepared:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -594,6 +596,18 @@ def test_remembered_outputs_within_a_dataclass_or_a_distribution_have_a_graph() 
         assert acts.step == 1
         (acts.values[0] - acts.policy.log_prob(acts.policy.sample()).sum()).backward()
         assert position.grads == done
+
+
+class OfBatches(nn.Linear):
+    def forward(self, batch: Any) -> torch.Tensor:
+        return super().forward(batch["x"] if isinstance(batch, UserDict) else batch.x)
+
+
+def test_outputs_for_batches_of_own_types_have_the_sizes_of_these() -> None:
+    """As of transformers' tokenizers: the first one's output stood for all."""
+    model = in_its_past(OfBatches(4, 3), one_window(50))
+    for make in (UserDict, SimpleNamespace):
+        assert [len(model(make(x=torch.ones(n, 4)))) for n in (2, 6, 2)] == [2, 6, 2]
 
 
 class Patience:
