@@ -153,6 +153,13 @@ def _choose(address: str) -> str:
         return normal  # its name may resolve later; `status` says so if it does not
 
 
+def _answers(message: Message, request: Request) -> bool:
+    """Whether `message`, which is of the kind that answers `request`, may be its answer."""
+    if not (isinstance(message, Declared) and isinstance(request, DeclareDead)):
+        return True  # a status answers all that ask for one
+    return (message.job_id, message.member) == (request.job_id, request.member)
+
+
 class LighthouseClient:
     """Asks a lighthouse for its status, and tells it of deaths; blocking. A context manager.
 
@@ -203,15 +210,19 @@ class LighthouseClient:
         """The answer to `request`."""
         wait_s = self.timeout_s if timeout_s is None else timeout_s
         overdue, deadline = Overdue(), time.monotonic() + wait_s
+        self._connection.events()
         self._connection.receive()  # an answer to an earlier call that came too late
-        self._connection.send(request)
+        if (
+            self._connection.connected
+        ):  # else it would be asked twice, and the next call gets an answer to this one
+            self._connection.send(request)
         while not overdue.passed(deadline, now := time.monotonic()):
             self._poller.poll(max(1, round((overdue.look_at(deadline) - now) * 1000)))
-            # What was sent before a break may be lost; asking twice does no harm.
+            # Also after a break, which may have lost what was sent.
             if "connected" in self._connection.events():
                 self._connection.send(request)
             for message in self._connection.receive():
-                if isinstance(message, kind):
+                if isinstance(message, kind) and _answers(message, request):
                     return message
         try:
             resolve(*split_address(self.address))

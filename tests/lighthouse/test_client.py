@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from lighthouse.sockets import (
     read_request,
 )
 from lighthouse.wire import codec
-from lighthouse.wire.messages import DeclareDead, StatusRequest
+from lighthouse.wire.messages import Declared, DeclareDead, StatusRequest
 from tests.harness.waiting import PATIENCE_S
 from tests.lighthouse.support import FAST, await_frame
 
@@ -92,6 +93,37 @@ def test_a_client_waits_for_a_lighthouse_that_comes_later() -> None:
         with LighthouseServer(address):
             client.wait_until_up(timeout_s=10.0)
             assert client.status(timeout_s=10.0)["jobs"] == []
+
+
+def test_each_call_of_a_client_gets_its_own_answer() -> None:
+    """The first question was sent twice, before the connection was there and then: the next call got the second
+    answer, of another member."""
+    with LighthouseServer() as server, LighthouseClient(server.address()) as client:
+        for name in "abc":
+            accepted, text = client.declare_dead(name)
+            assert accepted and f"wait for {name}," in text
+        assert client.status()["server"]["received"] == 4
+
+
+def test_an_answer_to_an_earlier_call_that_comes_late_is_none_to_this_one() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    endpoint = Endpoint(context, "tcp://127.0.0.1:0", FAST, service=SERVICE)
+
+    def answer() -> None:
+        peer, frame = await_frame(endpoint)
+        asked = codec.decode(frame)
+        assert isinstance(asked, DeclareDead)
+        for name in ("earlier", asked.member):
+            endpoint.send([peer], codec.encode(Declared(asked.job_id, name, True, f"of {name}")))
+
+    late = threading.Thread(target=answer)
+    late.start()
+    with LighthouseClient(endpoint.address, timeout_s=PATIENCE_S) as client:
+        answered = client.declare_dead("this")
+    late.join()
+    endpoint.close()
+    context.term()
+    assert answered == (True, "of this")
 
 
 def test_send_never_blocks_and_says_when_the_queue_is_full(context: zmq.Context[Any]) -> None:
