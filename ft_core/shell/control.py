@@ -27,6 +27,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 import zmq
@@ -49,7 +51,7 @@ from ft_core.replica.events import (
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import ReplicaStatus, Stage
 from lighthouse.sockets import await_ready
-from lighthouse.waits import ABSENT_S, READ_S, Overdue
+from lighthouse.waits import ABSENT_S, READ_S, Overdue, in_time
 from lighthouse.wire.messages import NO_QUORUM, NO_TERM, Message, Request, Term
 
 log = logging.getLogger("ft_core")
@@ -148,11 +150,11 @@ class Control:
         self._io = threading.Lock()
         self._outbox: deque[Request] = deque()
         self._jobs: queue.SimpleQueue[Configure | FetchState | None] = queue.SimpleQueue()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._link_fds = tuple(int(s.getsockopt(zmq.FD)) for s in link.sockets)
         self._monitor_told = True  # something has happened to the connection
         self._waiting = 0  # threads in `wait`; guarded by `_lock`
         self._epoll, self._drive_epoll = select.epoll(), select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for epoll in (self._epoll, self._drive_epoll):
             for fd in (self._wake_fd, *self._link_fds):
                 epoll.register(fd, select.EPOLLIN)
@@ -162,12 +164,14 @@ class Control:
         self._closing = self._closed = False
         self.away_since: float | None = time.monotonic()
         self._crash: BaseException | None = None
-        self._threads = [
-            threading.Thread(target=self._run_control, name="ft-control", daemon=True),
-            threading.Thread(target=self._run_plane, name="ft-plane", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for name, run in (("ft-control", self._run_control), ("ft-plane", self._run_plane)):
+                thread = threading.Thread(target=run, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            undo.pop_all()
 
     # ------------------------------------------------------------------ for the training loop
 
@@ -261,8 +265,11 @@ class Control:
         self._closing = True
         self._jobs.put(None)
         self.wake()
+        deadline = time.monotonic() + 10.0
         for thread in self._threads:
-            thread.join(timeout=10.0)
+            in_time(partial(_has_ended, thread), deadline)
+        # Here, since that of the control thread may have failed, and a context waits for its sockets.
+        self._link.close(linger_s=GOODBYE_LINGER_S)
         with self._lock:
             self._closed = True
             self._epoll.close()
@@ -453,7 +460,6 @@ class Control:
                     self._resumed_at = now
             with self._io:
                 self._send_outbox()
-                self._link.close(linger_s=GOODBYE_LINGER_S)
         except BaseException as error:
             self._note_crash(error)
 
@@ -479,3 +485,9 @@ class Control:
     def _raise_crash(self) -> None:
         if self._crash is not None:
             raise RuntimeError("fault tolerance stopped working in this process") from self._crash
+
+
+def _has_ended(thread: threading.Thread, limit_s: float | None) -> bool:
+    """Whether it has within that time."""
+    thread.join(limit_s)
+    return not thread.is_alive()

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import zmq
@@ -111,40 +111,42 @@ class Session:
         limits = options.timeouts
         self._reached, host = _reach(self.lighthouse, options.interface, limits.connect_timeout_s)
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
-        self._context = zmq.Context()
-        self._group: GroupServer | None = None
-        self._rendezvous = rendezvous
-        try:
-            link, replica_id, identity = self._connect(host, replica_id)
-        except BaseException:
-            self.plane.close()
-            if self._group is not None:
-                self._group.close()
-            self._context.destroy(linger=0)  # also of a link half made
-            raise
-        self.replica_id = replica_id
-        job = JobKey(options.job_id, room_id)
-        template = Join(
-            job=job,
-            name=options.name,
-            replica_id=replica_id,
-            step=step,
-            lineage=lineage,
-            addresses=(self.plane.address(),),
-            min_replicas=options.min_replicas,
-            expected_replicas=options.expected_replicas,
-            can_heal=can_heal,
-            group_commit=options.group_commit,
-            schema=schema_digest(schema),
-            schema_text=schema[:1500],
-            genesis=origin[0],
-            held=origin[1],
-        )
-        wait_s, rule = limits.resend_s, options.participation
+        self._context, self._rendezvous = zmq.Context(), rendezvous
+        self._ends = ExitStack()  # of what is open, each also if another fails; the newest first
+        self._ends.callback(self._context.destroy, linger=0)  # also of a link half made
+        self._ends.callback(self.plane.close)
+        with ExitStack() as undo:
+            undo.callback(self._ends.close)
+            link, self.replica_id, identity = self._connect(host, replica_id)
+            job = JobKey(options.job_id, room_id)
+            template = Join(
+                job=job,
+                name=options.name,
+                replica_id=self.replica_id,
+                step=step,
+                lineage=lineage,
+                addresses=(self.plane.address(),),
+                min_replicas=options.min_replicas,
+                expected_replicas=options.expected_replicas,
+                can_heal=can_heal,
+                group_commit=options.group_commit,
+                schema=schema_digest(schema),
+                schema_text=schema[:1500],
+                genesis=origin[0],
+                held=origin[1],
+            )
+            self._control_of(template, link, identity)
+            undo.pop_all()
+
+    def _control_of(self, template: Join, link: Link, identity: bytes) -> None:
+        """Start what works the link, and what watches this process."""
+        limits, job, replica_id = self._options.timeouts, template.job, template.replica_id
+        wait_s, rule = limits.resend_s, self._options.participation
         replica = Replica(template, resend_s=wait_s, revoke_grace_s=wait_s, rule=rule)
         self._watch: ProcessWatch | None = None
-        if options.watch_process:
+        if self._options.watch_process:
             self._watch = ProcessWatch(self._reached, limits, identity)
+            self._ends.callback(self._watch.close)
             self._watch.start([Report(job, replica_id)])
         self.control = Control(
             replica,
@@ -154,6 +156,7 @@ class Session:
             on_place=lambda promised, quorum_id: self._record(job, replica_id, promised, quorum_id),
             on_tick=self._on_tick,
         )
+        self._ends.callback(self.control.close)
         self.plane.report = self.control.submit
 
     def _connect(self, host: str, replica_id: str) -> tuple[Link, str, bytes]:
@@ -165,12 +168,12 @@ class Session:
         options, limits, self._host = self._options, self._options.timeouts, host
         if options.group_world_size == 1:
             identity = new_identity(replica_id)
-            link = Connection(
+            own = Connection(
                 self._reached, identity=identity, timeouts=limits, context=self._context
             )
-            return link, replica_id, identity
+            return own, replica_id, identity
         if (leader := self._rendezvous.leader) is None:
-            self._group = GroupServer(
+            group = GroupServer(
                 options.group_world_size,
                 host=host,
                 lighthouse=self._reached,
@@ -178,10 +181,11 @@ class Session:
                 timeouts=limits,
                 on_silence=self._on_silence,
             )
-            leader = self._group.leader
+            self._ends.callback(group.close)
+            leader = group.leader
             self._rendezvous.announce(leader)
-        group = GroupLink(leader, options.group_rank, limits, self._context)
-        return group, leader.replica_id, leader.identity.encode()
+        link = GroupLink(leader, options.group_rank, limits, self._context)
+        return link, leader.replica_id, leader.identity.encode()
 
     def check_refused(self) -> None:
         """Raises JoinRefused (TrainingOver, TooFewLeft, SettingsDiffer) if the lighthouse refuses this replica group, GroupBroken
@@ -311,8 +315,13 @@ class Session:
         gone with the process that keeps it, is started again. Control thread, or that of the group's leader."""
         self._tell_of_silence(left_s)
         if not self._options.lighthouse and not self._closed:
-            self._starter = threading.Thread(target=_start_again, name="ft-lighthouse", daemon=True)
-            self._starter.start()
+            starter = threading.Thread(target=_start_again, name="ft-lighthouse", daemon=True)
+            try:
+                starter.start()
+            except RuntimeError as failure:  # no threads are left: another process may start one
+                log.warning("could not start a lighthouse again: %s", failure)
+                return
+            self._starter = starter
 
     def _tell_of_silence(self, left_s: float) -> None:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
@@ -363,21 +372,17 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self.back()
-        if self.control.status.stage is not Stage.LEFT:
-            reduced = self.plane.process_group.idle and not self._waited_s(time.monotonic())
-            self.control.submit(Depart(reason, reduced))
-        self.plane.interrupt()
-        self.control.close()
-        if self._watch is not None:
-            self._watch.close()
-        self.plane.close()
-        if self._group is not None:
-            self._group.close()
-        if self._starter is not None:
-            self._starter.join()
-        self._rendezvous.close()
-        self._context.term()
+        try:
+            with self._ends:
+                self.back()
+                if self.control.status.stage is not Stage.LEFT:
+                    reduced = self.plane.process_group.idle and not self._waited_s(time.monotonic())
+                    self.control.submit(Depart(reason, reduced))
+                self.plane.interrupt()
+        finally:
+            if self._starter is not None:
+                self._starter.join()
+            self._rendezvous.close()
 
     def _record(self, job: JobKey, replica_id: str, promised: Term, quorum_id: int) -> None:
         """What the watcher says when this process dies."""
