@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -110,9 +110,12 @@ class _Keeper:
         read_end, write_end = os.pipe()
         parent = os.getpid()
         write_out(sys.stdout)
+        # A child has this process's handlers at first, and would take a signal for no end of its own.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._obey)
         try:
             self._child = os.fork()
         except OSError as error:  # no process, or no memory, is left
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(read_end)
             os.close(write_end)
             if not self._address:
@@ -121,7 +124,8 @@ class _Keeper:
             return 1
         if not self._child:
             os.close(read_end)
-            self._be_child(parent, write_end)
+            self._be_child(parent, write_end, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(write_end)
         if self._stopping:  # the signal came before there was a child
             os.kill(self._child, signal.SIGTERM)
@@ -137,11 +141,12 @@ class _Keeper:
         self._child = 0
         return os.waitstatus_to_exitcode(status)
 
-    def _be_child(self, parent: int, write_end: int) -> None:
+    def _be_child(self, parent: int, write_end: int, mask: Iterable[int]) -> None:
         code = 1
         try:
             for signum in self._obey:
                 signal.signal(signum, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if sys.platform.startswith("linux"):
                 ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
             if os.getppid() != parent:

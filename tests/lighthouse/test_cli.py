@@ -68,6 +68,42 @@ def test_a_signal_that_interrupts_no_wait_ends_it() -> None:
         assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.parametrize("starts", [1, 2])
+def test_a_signal_that_comes_while_its_process_is_made_ends_it(starts: int) -> None:
+    """The new process had the handler of the one that keeps it, took the signal for that, and served on."""
+    slow = f"""
+import os, runpy, select, signal
+works, forks = os.fork, []
+def fork():
+    forks.append(1)
+    if len(forks) < {starts}:
+        return works()
+    heard, tell = os.pipe()
+    os.set_blocking(tell, False)
+    child = works()
+    if child:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return child
+    signal.set_wakeup_fd(tell)
+    while signal.SIGTERM not in signal.sigpending() and not select.select([heard], [], [], 0.01)[0]:
+        pass
+    signal.set_wakeup_fd(-1)
+    return 0
+os.fork = fork
+runpy.run_module("lighthouse", run_name="__main__")
+"""
+    command = [sys.executable, "-c", slow, "--bind", "tcp://127.0.0.1:0"]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        if starts > 1:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            os.kill(*children_of(process.pid), signal.SIGKILL)
+        try:
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+
+
 def other_thread(process: int, signum: signal.Signals) -> int:
     """One that `signum` can be sent to: ZeroMQ's own threads block all signals."""
     for task in Path(f"/proc/{process}/task").iterdir():
