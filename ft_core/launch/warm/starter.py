@@ -36,6 +36,8 @@ REFUSALS = 3
 """Templates that were made and then found unsafe to fork; after that there are no more."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before the second template that replaces one, and at most; doubled from one to the next."""
+AGAIN_S = 0.1
+"""Before the next try to read a report."""
 _START = "import sys; sys.path.insert(0, {root!r}); from ft_core.launch.warm.template import main; main()"
 _ROOM = f"({learn.TITLE})".ljust(4096)
 """The last word of the template's command line, over which a replacement's is written."""
@@ -90,9 +92,7 @@ class WarmStarter:
         with self._lock:
             if self._keeper is None and not self._closed.is_set():
                 self._env = env
-                self._listen()
-                self._keeper = threading.Thread(target=self._keep, name="ft-warm", daemon=True)
-                self._keeper.start()
+                self._begin()
             if self._listener is not None:
                 env = {**env, learn.ENV_REPORT: self._name}
         return Started(self._fork, command, env=env, **options)
@@ -119,10 +119,25 @@ class WarmStarter:
 
     # ---------------------------------------------------------------- the template
 
+    def _begin(self) -> None:
+        """Where it fails the process is started cold, and the next one tries again. Holds `_lock`."""
+        keeper = threading.Thread(target=self._keep, name="ft-warm", daemon=True)
+        try:
+            self._listen()
+            keeper.start()
+        except (OSError, RuntimeError) as error:  # no descriptors are left, or no threads
+            self._reason = str(error)
+            self._stop_listening()
+            return
+        self._keeper = keeper
+
     def _listen(self) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind("\0" + self._name)
-        self._listener.listen()
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind("\0" + self._name)
+            listener.listen()
+            undo.pop_all()
+        self._listener = listener
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
@@ -137,13 +152,16 @@ class WarmStarter:
             told = self._await_report()
             pause_s, why = 0.0, ""
             while told is not None and not why and not self._closed.wait(pause_s):
-                why = self._live(told)
+                try:
+                    why = self._live(told)
+                except OSError as error:  # no descriptors, processes or memory are left for it
+                    self._reason = str(error)
                 pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             if self._closed.is_set():
                 return
-            self._reason = why
+            self._reason = why or self._reason
             log.debug("no warm starts: %s", why)
-            with self._lock:
+            with self._lock, contextlib.suppress(OSError):
                 if not self._closed.is_set():
                     self._listen()
         with self._lock:
@@ -155,6 +173,7 @@ class WarmStarter:
             try:
                 told = learn.receive(listener)
             except (OSError, ValueError):
+                self._closed.wait(AGAIN_S)  # no descriptors may be left, and it would fail at once
                 continue
             with self._lock:
                 self._stop_listening()
@@ -164,12 +183,14 @@ class WarmStarter:
     def _live(self, told: Mapping[str, Any]) -> str:
         """A template from its start to its end. Returns why nothing can be forked from it, or ""."""
         ours, theirs = socket.socketpair()
-        channel = Channel(ours)
+        with contextlib.closing(Channel(ours)) as channel, theirs:
+            return self._live_with(channel, theirs, told)
+
+    def _live_with(self, channel: Channel, theirs: socket.socket, told: Mapping[str, Any]) -> str:
         start = _START.format(root=str(learn.OUR_ROOT))
         command = [sys.executable, "-c", start, str(theirs.fileno()), str(os.getpid()), _ROOM]
         with self._lock, theirs:
             if self._closed.is_set():
-                channel.close()
                 return ""
             self._process = process = subprocess.Popen(
                 command,
@@ -196,7 +217,6 @@ class WarmStarter:
             self._ready.clear()
             self._process = self._channel = None
             self._reason = "the template has ended"
-            channel.close()
         return str(said["refusal"])
 
     # ---------------------------------------------------------------- processes

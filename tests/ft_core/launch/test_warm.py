@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -454,6 +456,45 @@ def test_a_template_that_is_stopped_costs_a_cold_start(bench: Bench) -> None:
     impatient._answer_s = 0.05
     assert bench.cold(bench.script("print('here')")) == "here\n"
     until(lambda: gone(before), "the template's end")
+
+
+def test_where_no_keeper_can_be_started_processes_are_started_cold(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No threads are left. No process was started, then or later, and the end of the supervisor failed."""
+    start = threading.Thread.start
+
+    def none(thread: threading.Thread) -> None:
+        if thread.name == "ft-warm":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", none)
+        assert bench.cold(bench.script("print('here')")) == "here\n"
+        bench.starter.close()
+    bench.starter = WarmStarter(answer_s=PATIENCE_S)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", none)
+        assert bench.cold(bench.script("print('here')")) == "here\n"
+    bench.teach()
+
+
+def test_a_template_that_can_not_be_started_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No processes are left for a moment. It ended the thread that keeps templates."""
+    works, failed = subprocess.Popen, threading.Event()
+
+    def popen(*words: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "ft-warm" and not failed.is_set():
+            failed.set()
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return works(*words, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    bench.teach()
+    assert failed.is_set()
 
 
 def test_template_and_replacement_end_with_the_supervisor(bench: Bench) -> None:
