@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+NAME_BYTES = 255
+"""The longest name of a file, on usual file systems."""
+
 
 @contextlib.contextmanager
 def replace_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -47,8 +50,15 @@ def replace_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def draft_of(path: Path) -> Path:
-    """What this process writes before it takes the name `path`. No other process has one of that name."""
-    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.part")
+    """What this process writes before it takes the name `path`. No other process has one of that name.
+
+    A long name is cut, and told apart by a hash: what has room for `path` has room for its draft."""
+    name, end = f".{path.name}", f".{_host()}.{os.getpid()}.part"
+    room = NAME_BYTES - len(os.fsencode(end))
+    if len(whole := os.fsencode(name)) > room:
+        digest = "." + hashlib.blake2b(whole, digest_size=8).hexdigest()
+        name = whole[: room - len(digest)].decode(errors="ignore") + digest
+    return path.with_name(name + end)
 
 
 def put_whole(draft: Path, path: Path) -> None:

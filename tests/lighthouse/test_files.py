@@ -7,6 +7,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -125,6 +126,24 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
         mine.touch()
         remove_drafts(tmp_path)
         assert mine.exists() and not draft.exists() and all(p.exists() for p in others)
+
+
+@pytest.mark.parametrize("name", ["m" * 255, "重" * 85, "m" * 100], ids=["long", "wide", "usual"])
+def test_a_name_may_be_as_long_as_names_are(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that names its metrics, on a host with a long name. Its draft had no room."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 64)
+    path, other = tmp_path / name, tmp_path / f"{name[:-1]}x"
+    assert draft_of(path) != draft_of(other)
+    path.write_text("old")
+    with replace_whole(path) as draft:
+        draft.write_text("new")
+        remove_drafts(tmp_path)  # this process lives
+    assert path.read_text() == "new"
+    draft_of(path).mkdir()
+    put_whole(draft_of(path), path)
+    assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
