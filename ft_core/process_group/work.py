@@ -277,9 +277,15 @@ class BackendWork(PlainWork):
             future.add_done_callback(self._backend_done)
 
     def _watch_by_thread(self, timeout: timedelta | None) -> None:
-        threading.Thread(
+        thread = threading.Thread(
             target=self._await_backend, args=(timeout,), name="ft-pg-work", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except (
+            RuntimeError
+        ) as error:  # no threads are left, and the caller may have more to start first
+            self.fail(error)
 
     def _await_backend(self, timeout: timedelta | None) -> None:
         work = self._work

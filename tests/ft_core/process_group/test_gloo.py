@@ -443,6 +443,32 @@ def test_a_revoked_receive_ends(four: list[ProcessGroupGloo]) -> None:
         work.wait(timedelta(seconds=PATIENCE_S))
 
 
+def test_a_receive_that_no_thread_can_wait_for_fails_and_the_next_quorum_works(
+    four: list[ProcessGroupGloo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call raised, and its work stayed under way."""
+    start = threading.Thread.start
+
+    def none(thread: threading.Thread) -> None:
+        if thread.name == "ft-pg-work":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    configure(four[:2], 1)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", none)
+        work = four[0].recv([torch.zeros(1)], 1)
+    with pytest.raises(ProcessGroupError, match="recv of quorum 1 failed: can't start new thread"):
+        work.wait(timedelta(seconds=PATIENCE_S))
+    assert not four[0].under_way
+    configure(four[:2], 2)
+    received = torch.zeros(1)
+    work = four[0].recv([received], 1)
+    four[1].send([torch.ones(1)], 0).wait(timedelta(seconds=PATIENCE_S))
+    work.wait(timedelta(seconds=PATIENCE_S))
+    assert received.item() == 1.0
+
+
 def test_works_of_one_member_finish_in_order_of_issue(four: list[ProcessGroupGloo]) -> None:
     configure(four[:3], 1)
 
