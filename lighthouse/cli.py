@@ -152,7 +152,7 @@ def _serve(
             go_on_after_s=math.inf if go_on_after_s is None else go_on_after_s,
             timeouts=Timeouts.derive(timeout_s, **timeouts),
         )
-        web_address = normalize_address(web, to_connect=False) if web else None
+        web_address = _page_address(web) if web else None
         lines = _Lines(quiet)
         server = patiently(
             lambda: LighthouseServer(
@@ -341,6 +341,14 @@ def _plain(text: str) -> Text:
     from rich.text import Text
 
     return Text(printable(text))
+
+
+def _page_address(web: str) -> str:
+    """`web` as an address to bind. Raises ValueError that names the option: the command has two addresses."""
+    try:
+        return normalize_address(web, to_connect=False)
+    except ValueError:
+        raise ValueError(f"--web {web!r} is no HOST:PORT: write it as 0.0.0.0:8080") from None
 
 
 def _fail(sentence: str | None, code: int = 2) -> NoReturn:

@@ -259,7 +259,7 @@ def test_a_job_goes_on_after_some_time_if_it_is_told_to(context: zmq.Context[Any
         (["--min_replicas", "0"], "min_replicas must be at least 1"),  # as torchft spells it
         (["--min-replicas", "3", "--expected-replicas", "2"], "expected_replicas"),
         (["--bind", "tcp://127.0.0.1:0", "--state-file", "/proc/no/such"], "can't be written"),
-        (["--web", "nonsense"], "no lighthouse address"),
+        (["--web", "nonsense"], "--web 'nonsense' is no HOST:PORT"),
         (["--go-on-after", "1"], "go_on_after_s .* must be at least join_timeout_s"),
     ],
 )
@@ -393,6 +393,15 @@ def test_a_page_that_cannot_be_shown_ends_the_command() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert f"can't show the status page on {where}" in line
+
+
+@pytest.mark.parametrize("where", ["8080", ":8080", "127.0.0.1:99999", "page"])
+def test_a_wrong_address_of_the_page_names_the_option(where: str) -> None:
+    done = run("--bind", "tcp://127.0.0.1:0", "--web", where)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"--web {where!r}" in line
+    assert "0.0.0.0:8080" in line
 
 
 def test_the_command_serves_the_page() -> None:
