@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         FaultToleranceError,
         GroupBroken,
         GroupLeft,
+        OutsideStep,
         QuorumUnavailable,
         StepInDoubt,
         TooManyDiscards,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
     from ft_core.replica.status import WorldSizeMode
     from ft_core.shell.group_store import init_process_group
+    from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
 
 __version__ = "0.1.0"
 
@@ -51,11 +53,14 @@ _HOMES = {
     "FaultToleranceError": "ft_core.errors",
     "GroupBroken": "ft_core.errors",
     "GroupLeft": "ft_core.errors",
+    "JoinRefused": "lighthouse.errors",
+    "LighthouseUnavailable": "lighthouse.errors",
     "LocalSGD": "ft_core.diloco.diloco",
     "ManagedProcessGroup": "ft_core.process_group",
     "Manager": "ft_core.manager",
     "Optimizer": "ft_core.optimizer",
     "OptimizerWrapper": "ft_core.optimizer",
+    "OutsideStep": "ft_core.errors",
     "ProcessGroup": "ft_core.process_group",
     "ProcessGroupDummy": "ft_core.process_group",
     "ProcessGroupGloo": "ft_core.process_group",
@@ -64,6 +69,7 @@ _HOMES = {
     "QuorumUnavailable": "ft_core.errors",
     "StepInDoubt": "ft_core.errors",
     "TooManyDiscards": "ft_core.errors",
+    "TrainingOver": "lighthouse.errors",
     "WorldSizeMode": "ft_core.replica.status",
     "init_process_group": "ft_core.shell.group_store",
     "replicate": "ft_core.collectives.sharded",
@@ -77,11 +83,14 @@ __all__ = [
     "FaultToleranceError",
     "GroupBroken",
     "GroupLeft",
+    "JoinRefused",
+    "LighthouseUnavailable",
     "LocalSGD",
     "ManagedProcessGroup",
     "Manager",
     "Optimizer",
     "OptimizerWrapper",
+    "OutsideStep",
     "ProcessGroup",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
@@ -90,6 +99,7 @@ __all__ = [
     "QuorumUnavailable",
     "StepInDoubt",
     "TooManyDiscards",
+    "TrainingOver",
     "WorldSizeMode",
     "init_process_group",
     "replicate",

@@ -162,3 +162,14 @@ def test_contradictory_timeouts_are_refused_with_both_names(given: dict[str, flo
     small, large = given
     with pytest.raises(ValueError, match=f"{small}.*{large}"):
         Timeouts.derive(60.0, **given)
+
+
+def test_errors_that_a_loop_may_see_are_names_of_ft_core() -> None:
+    import ft_core
+
+    page = (ROOT / "docs" / "own_loop.md").read_text("utf-8")
+    table = page.partition("## What you see")[2].partition("## Rules")[0]
+    errors = set(re.findall(r"`(?:[a-z_.]+\.)?([A-Z][a-zA-Z]+)`", table))
+    assert len(errors) >= 7, errors
+    assert errors <= set(ft_core.__all__), errors - set(ft_core.__all__)
+    assert all(issubclass(getattr(ft_core, name), Exception) for name in errors)
