@@ -212,10 +212,8 @@ class LighthouseClient:
         overdue, deadline = Overdue(), time.monotonic() + wait_s
         self._connection.events()
         self._connection.receive()  # an answer to an earlier call that came too late
-        if (
-            self._connection.connected
-        ):  # else it would be asked twice, and the next call gets an answer to this one
-            self._connection.send(request)
+        if self._connection.connected:
+            self._connection.send(request)  # else below: the next call would get a second answer
         while not overdue.passed(deadline, now := time.monotonic()):
             self._poller.poll(max(1, round((overdue.look_at(deadline) - now) * 1000)))
             # Also after a break, which may have lost what was sent.

@@ -328,9 +328,8 @@ class Begun:
         state, kept = thing.state_dict(), io.BytesIO()
         try:
             _Pickler(kept).dump(state)
-        except (
-            Exception
-        ):  # an object in it has no copy, for any reason; nor does it travel, as is said
+        except Exception:
+            # An object in it has no copy, for any reason; nor does it travel, as is said.
             return b""
         if kept.tell() > LARGEST_KEPT:
             self._large.add(place)

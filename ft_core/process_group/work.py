@@ -282,9 +282,8 @@ class BackendWork(PlainWork):
         )
         try:
             thread.start()
-        except (
-            RuntimeError
-        ) as error:  # no threads are left, and the caller may have more to start first
+        except RuntimeError as error:
+            # No threads are left, and the caller may have more to start first.
             self.fail(error)
 
     def _await_backend(self, timeout: timedelta | None) -> None:

@@ -329,9 +329,8 @@ class StepDriver:
 
     def training_step(self, args: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
         """One call of `Strategy.training_step`: `compute(*args)`."""
-        if (
-            self._runs
-        ):  # the optimizer evaluates the loss once more, as those that look around the weights do
+        if self._runs:
+            # The optimizer evaluates the loss once more, as those that look around the weights do.
             self.ensure_open()
         if not self.open:
             raise RuntimeError(
