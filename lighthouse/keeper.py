@@ -70,6 +70,12 @@ def patiently(bind: Callable[[], T]) -> T:
             time.sleep(BIND_AGAIN_S)
 
 
+def ending_of(what: str, code: int) -> str:
+    """A line that says how it has ended. `code`: its exit code, or minus a signal."""
+    ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"lighthouse: {what} ended ({ending}); it is started again\n"
+
+
 class _Keeper:
     def __init__(
         self,
@@ -97,9 +103,7 @@ class _Keeper:
                 return max(code, 0)
             if code == 0 or not self._address:
                 return code if code >= 0 else 1
-            ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-            said = f"lighthouse: its process ended ({ending}); it is started again\n"
-            write_out(sys.stderr, said)
+            write_out(sys.stderr, ending_of("its process", code))
             if time.monotonic() - began >= STEADY_S:
                 pause_s = FIRST_PAUSE_S
             time.sleep(pause_s)

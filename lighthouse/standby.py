@@ -33,10 +33,20 @@ import click
 
 from lighthouse import sockets
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.keeper import keep_running, patiently
+from lighthouse.files import write_out
+from lighthouse.keeper import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    STEADY_S,
+    ending_of,
+    keep_running,
+    patiently,
+)
 from lighthouse.server import LighthouseServer
 from lighthouse.waits import Overdue
 
+STARTS = 3
+"""How often a launcher's lighthouse is started that is killed before it listens."""
 MAX_LOOK_S = 5.0
 """The longest time between two looks at the connections (at least four in the idle time)."""
 _LISTENING, _FAILED = "listening ", "failed "
@@ -50,29 +60,24 @@ class LaunchedLighthouse:
         config: all other options.
         linger_s: when it is told to end, it first stays until it has been unused for this many seconds.
 
-    Blocks until it listens, about 0.3 s. Raises OSError, with a sentence, if it can't. Any thread.
+    Blocks until it listens, about 0.3 s. Raises OSError, with a sentence, if it can't. Any thread. If its first
+    process ends, which starts the others again, a thread here starts that again, at the same address.
     """
 
     def __init__(
         self, bind: str = "tcp://127.0.0.1:0", *, config: LighthouseConfig, linger_s: float = 0.0
     ) -> None:
-        options = {"bind": bind, "config": asdict(config), "linger_s": linger_s}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lighthouse.standby", "--launched", json.dumps(options)],
-            cwd=Path(__file__).resolve().parents[1],  # `-m` finds the package there
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # Of its own: the terminal's Ctrl-C is for the launcher, whose groups end first.
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        with self._process.stdout as pipe:
-            said = pipe.read()
-        if not said.startswith(_LISTENING):
-            self.shutdown()
-            raise OSError(said.removeprefix(_FAILED) or "the lighthouse ended while it started")
-        self._address = sockets.reachable(said.removeprefix(_LISTENING))
+        self._options = {"config": asdict(config), "linger_s": linger_s}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._process, self._bound = self._start(bind)
+        self._address = sockets.reachable(self._bound)
+        self._thread = threading.Thread(target=self._keep, name="lighthouse-launcher", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread is left
+            _end(self._process)
+            raise OSError(str(error)) from error
 
     @property
     def pid(self) -> int:
@@ -85,20 +90,85 @@ class LaunchedLighthouse:
 
     def shutdown(self) -> None:
         """End it, after `linger_s` without use, and wait for that. Any thread; idempotent."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(ValueError, OSError):  # it was told before, or has ended
-            # Its end may not tell: a process that was forked from this one has a copy of the pipe.
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait()
+        with self._lock:
+            self._over.set()
+        _end(self._process)
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.shutdown()
+
+    def _start(self, bind: str) -> tuple[subprocess.Popen[str], str]:
+        """(Its process, where that listens). Raises as the constructor."""
+        said, left = "", STARTS
+        while not said and left:  # it was killed, or could not begin
+            left -= 1
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "lighthouse.standby",
+                    "--launched",
+                    json.dumps({"bind": bind, **self._options}),
+                ],
+                cwd=Path(__file__).resolve().parents[1],  # `-m` finds the package there
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                # Of its own: the terminal's Ctrl-C is for the launcher, whose groups end first.
+                start_new_session=True,
+            )
+            assert process.stdout is not None
+            with process.stdout as pipe:
+                said = pipe.read()
+            if said.startswith(_LISTENING):
+                return process, said.removeprefix(_LISTENING)
+            _end(process)
+        raise OSError(said.removeprefix(_FAILED) or "the lighthouse ended while it started")
+
+    def _keep(self) -> None:
+        """The thread: start it again whenever it ends before it is told to."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began, code = time.monotonic(), self._process.wait()
+            if time.monotonic() - began >= STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            said = ending_of("the first process of this launcher's", code)
+            while not self._over.wait(pause_s):
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                write_out(sys.stderr, said)
+                said = self._start_again()
+                if not said:
+                    break
+            else:
+                return
+
+    def _start_again(self) -> str:
+        """Why it can't be started, or ""."""
+        with self._lock:
+            if self._over.is_set():
+                return ""
+            _end(self._process)  # closes its pipe
+            try:
+                self._process, _ = self._start(self._bound)
+            except OSError as error:
+                return f"lighthouse: it can't be started: {error}\n"
+        return ""
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Tell a launcher's lighthouse to end, and wait for that. It may have ended, or have been told."""
+    assert process.stdin is not None
+    with contextlib.suppress(ValueError, OSError):
+        # Its end may not tell: a process that was forked from this one has a copy of the pipe.
+        process.stdin.write("\n")
+        process.stdin.flush()
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    process.wait()
 
 
 class Idle:

@@ -49,6 +49,37 @@ def test_it_is_started_again_at_its_address(
     _player(launched, context).close()
 
 
+def test_so_is_what_starts_it_again(
+    launched: LaunchedLighthouse, context: zmq.Context[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its processes end with it. The job was lost: its groups looked for a lighthouse until their time was over."""
+    first = launched.pid
+    (serving,) = children_of(first)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: launched.pid != first and gone(serving))
+    _player(launched, context).close()
+    assert "(signal 9); it is started again" in capfd.readouterr().err
+
+
+def test_one_that_is_killed_before_it_listens_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, context: zmq.Context[Any]
+) -> None:
+    starts: list[int] = []
+    popen = subprocess.Popen
+
+    def killed_at_first(*args: Any, **options: Any) -> Any:
+        process: Any = popen(*args, **options)
+        starts.append(process.pid)
+        if len(starts) == 1:
+            process.kill()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", killed_at_first)
+    with LaunchedLighthouse(config=CONFIG) as launched:
+        assert len(starts) == 2
+        _player(launched, context).close()
+
+
 def test_signals_of_a_scheduler_leave_it_to_the_groups_that_end(
     launched: LaunchedLighthouse, context: zmq.Context[Any]
 ) -> None:
