@@ -60,9 +60,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rank_environment(env: Mapping[str, str], *, rank: int, size: int, port: int) -> dict[str, str]:
-    """`env` plus torchrun's variables for rank `rank` of `size`, with a store at `port`."""
+    """`env` plus torchrun's variables for rank `rank` of `size`, with a store at `port`.
+
+    What a torchrun further up has left there is left out: it says that torchrun runs the store.
+    """
     return {
-        **env,
+        **{name: value for name, value in env.items() if not name.startswith("TORCHELASTIC_")},
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),

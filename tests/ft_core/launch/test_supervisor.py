@@ -803,3 +803,18 @@ class Late(queue.SimpleQueue[str]):
 def test_an_event_of_a_supervisor_that_was_stopped_comes_before_what_is_overdue() -> None:
     """Else it would kill a process that has ended, or is back."""
     assert take(Late(), time.monotonic() - 100.0) == "it has ended"
+
+
+def test_what_a_torchrun_above_has_left_in_the_environment_is_not_the_ranks() -> None:
+    """Its variable for a store of its own made each rank wait for a store that nobody ran."""
+    script = (
+        "import os, sys\n"
+        "from ft_core.shell.group_store import group_store\n"
+        "first, port = os.environ['RANK'] == '0', int(os.environ['MASTER_PORT'])\n"
+        "store = group_store('127.0.0.1', port, float(sys.argv[1]), hosts=first)\n"
+        "store.get('here') if first else store.set('here', '')\n"
+    )
+    left = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "3", "MASTER_PORT": "29500"}
+    command = group_command([sys.executable, "-c", script, str(PATIENCE_S)], 2)
+    env = {**os.environ, **left, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=env, timeout=PATIENCE_S).returncode == 0
