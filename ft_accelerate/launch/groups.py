@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -420,13 +421,21 @@ def check_devices(devices: Sequence[str], processes: int, env: Mapping[str, str]
 
 
 def visible_devices(env: Mapping[str, str]) -> list[str]:
-    """Names of the GPUs that are divided among the processes started here; [] without any."""
+    """Names of the GPUs that are divided among the processes started here; [] without any.
+
+    Of those that are listed, CUDA leaves out all from the first that cannot be a GPU, such as -1.
+    """
     listed = env.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
-        return [name for name in listed.split(",") if name.strip()]
+        names = [name.strip() for name in listed.split(",")]
+        return list(itertools.takewhile(_names_a_gpu, names))
     import torch
 
     return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _names_a_gpu(name: str) -> bool:
+    return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
 
 
 def describe(made: Launch, address: str) -> None:

@@ -28,6 +28,7 @@ from ft_accelerate.launch.groups import (
     environment,
     plan,
     protected,
+    visible_devices,
     wanted,
 )
 from ft_accelerate.options import FaultTolerancePlugin
@@ -180,6 +181,24 @@ def test_processes_that_would_share_a_gpu_are_refused() -> None:
         check_devices(["0"], 3, {})
     with pytest.raises(ValueError, match="3 processes .* with 2 GPUs, .* num_processes 2, or"):
         check_devices(["0", "1"], 3, {"NCCL_MULTI_RANK_GPU_ENABLE": "0"})
+
+
+@pytest.mark.parametrize(
+    ("listed", "seen"),
+    [
+        ("2, 0", ["2", "0"]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,0", ["1"]),
+        ("NoDevFiles", []),
+        ("none", []),
+    ],
+)
+def test_the_gpus_are_those_that_cuda_would_see(listed: str, seen: list[str]) -> None:
+    """It takes the list up to the first name that is no GPU's; -1 is how a script is sent to the CPU."""
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": listed}) == seen
+    uuids = "GPU-8932f937,MIG-3e5c"
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": uuids}) == uuids.split(",")
 
 
 def test_jobs_without_an_id_share_none(stock: ModuleType, tmp_path: Path) -> None:
