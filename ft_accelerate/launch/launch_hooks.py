@@ -7,6 +7,7 @@ without fault tolerance, and is refused in a sentence otherwise.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import logging
 import sys
@@ -185,8 +186,6 @@ def _naming_the_near_flag(parser: Any) -> Callable[..., Any]:
 
 def _reader(name: str) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        import argparse
-
         try:
             return parse(name, text, "it")
         except ValueError as error:
@@ -209,9 +208,10 @@ def _prepare_simple(original: Callable[..., Any], args: Any) -> Any:
 @around
 def _prepare_torchrun(original: Callable[..., Any], args: Any) -> Any:
     """torchrun: replica groups instead, if that is wanted."""
-    env = original(args)
-    if not hasattr(args, "training_script"):
-        return env  # the caller is not `accelerate launch`
+    if not (hasattr(args, "training_script") and wanted(args)):
+        return original(args)  # the caller may be another than `accelerate launch`
+    # Accelerate looks whether torchrun could use the port. We use it for the lighthouse, which may be there.
+    env = original(argparse.Namespace(**{**vars(args), "main_process_port": 0}))
     script = [args.training_script, *args.training_script_args]
     _launch_if_wanted(args, [sys.executable, *(["-m"] if args.module else []), *script], env)
     return env

@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -199,6 +200,26 @@ def test_the_gpus_are_those_that_cuda_would_see(listed: str, seen: list[str]) ->
     assert visible_devices({"CUDA_VISIBLE_DEVICES": listed}) == seen
     uuids = "GPU-8932f937,MIG-3e5c"
     assert visible_devices({"CUDA_VISIBLE_DEVICES": uuids}) == uuids.split(",")
+
+
+@pytest.mark.parametrize("port", ["taken", "0", None])
+def test_on_gpus_the_port_of_the_first_machine_is_the_lighthouses(
+    stock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: str | None
+) -> None:
+    """Accelerate looks whether it is free for a rendezvous, which is none of ours: it may be that of a
+    lighthouse that the launcher before this one has left."""
+    asked: list[groups.Launch] = []
+    monkeypatch.setattr(launch_hooks, "launch", lambda args, _, env: asked.append(plan(args, env)))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        at = {"taken": taken, "0": 0, None: None}[port]
+        config = {**MULTI_NODE, "machine_rank": 0, "main_process_port": at, "num_processes": 4}
+        given = ["--config_file", written(tmp_path, config, {"min_replicas": 2}), "train.py"]
+        with pytest.raises(SystemExit) as ended:
+            stock.launch_command(stock.launch_command_parser().parse_args(given))
+    assert ended.value.code is None
+    (made,) = asked
+    assert made.lighthouse.address == f"tcp://10.0.0.1:{at or groups.DEFAULT_LIGHTHOUSE_PORT}"
 
 
 def test_jobs_without_an_id_share_none(stock: ModuleType, tmp_path: Path) -> None:
