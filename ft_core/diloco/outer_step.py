@@ -28,6 +28,19 @@ if TYPE_CHECKING:
     from ft_core.manager import Manager
 
 
+_AVERAGED = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+"""Of buffers: those that every backend sums and torch divides. float8 and complex32 travel as bytes."""
+
+
 @dataclass(slots=True)
 class OuterStats:
     """Sums since the start of this process; any thread may read.
@@ -59,7 +72,7 @@ class OuterReduce:
         values: this member's weighted values; once the collectives are over, the participants' sum.
         meta: fp64: the sum of weights, and of weighted squared norms of the pseudo-gradients.
         measured: whether the squared norm was given, so that the divergence is known.
-        means: floating buffers, weighted like `values`.
+        means: buffers of `_AVERAGED`, weighted like `values`.
         others: the bytes of all other buffers.
         futures: of all collectives. None ever fails: `Manager.errored` has the error.
         quantized: one `Reduction` per bucket, where values travel by a codec.
@@ -117,10 +130,10 @@ class OuterReduce:
     def send_buffers(
         self, manager: Manager, buffers: Sequence[Tensor], weight: float, bucket_bytes: int
     ) -> None:
-        """Floating buffers are averaged like parameters; of others the first participant's count."""
+        """Buffers of `_AVERAGED` are averaged like parameters; of others the first participant's count."""
         device = _wire_device(manager)
-        floating = [b for b in buffers if _is_real_valued(b)]
-        others = [b for b in buffers if not _is_real_valued(b)]
+        floating = [b for b in buffers if b.dtype in _AVERAGED]
+        others = [b for b in buffers if b.dtype not in _AVERAGED]
         if floating:
             self.means = Flat(floating, bucket_bytes, device)
             _fill(self.means, floating, weight)
@@ -138,12 +151,12 @@ class OuterReduce:
     def take_buffers(self, buffers: Sequence[Tensor]) -> bool:
         """Put what arrived into `buffers`. Returns whether buffers had been sent."""
         if self.means is not None:
-            floating = [b for b in buffers if _is_real_valued(b)]
+            floating = [b for b in buffers if b.dtype in _AVERAGED]
             for buffer, view in zip(floating, self.means.views, strict=True):
                 buffer.copy_(view.div_(self.weight_sum))
         if self.others is not None:
             start = 0
-            for buffer in (b for b in buffers if not _is_real_valued(b)):
+            for buffer in (b for b in buffers if b.dtype not in _AVERAGED):
                 piece = self.others[start : start + buffer.nbytes].clone()
                 buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
                 start += buffer.nbytes
@@ -272,10 +285,6 @@ def _fill(flat: Flat, tensors: Sequence[Tensor], weight: float) -> None:
             view.copy_(tensor)
             if weight != 1.0:
                 view.mul_(weight)
-
-
-def _is_real_valued(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _wire_device(manager: Manager) -> torch.device | None:

@@ -156,6 +156,33 @@ def test_buffers(kind: Any) -> None:
     assert 0 < float(zero["first"]["norm.running_mean"][0]) < 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32])
+def test_buffers_of_a_dtype_that_no_sum_takes_are_the_first_participants(dtype: Any) -> None:
+    """Gloo refused their sum, or torch their mean: no outer step was ever committed."""
+
+    def script(index: int) -> torch.Tensor:
+        model = nn.Linear(3, 2)
+        model.register_buffer("scale", torch.full((5,), index + 1.0).to(dtype))
+        manager = thread_manager(server.address(), index, expected=2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            with LocalSGD(manager, model, inner, 1):
+                for _ in range(20):  # a window may be discarded on a busy machine
+                    model(torch.ones(4, 3)).sum().backward()
+                    inner.step()
+                    if manager.current_step():
+                        break
+            assert manager.current_step() == 1
+        finally:
+            manager.shutdown()
+        return model.scale.view(torch.uint8)
+
+    with lighthouse(all_join=True) as server:
+        zero, one = replicas(lambda: script(0), lambda: script(1))
+    assert torch.equal(zero, one)
+    assert torch.equal(zero, torch.ones(5).to(dtype).view(torch.uint8))
+
+
 def test_dtensors_travel_by_their_local_part() -> None:
     """A mesh of one rank in this process; the other half of each shard is another rank's."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
