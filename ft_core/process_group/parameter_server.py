@@ -25,6 +25,7 @@ import threading
 import urllib.request
 import uuid
 from abc import ABC, abstractmethod
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler
 from typing import Self
 
@@ -97,7 +98,7 @@ class ParameterServer(ABC):
                 answer = json.load(response)
             server = bytes.fromhex(answer["address"])
             pg.configure(0, 1, [server, pg.address()], CONNECT_S)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             pg.shutdown()
             raise ProcessGroupError(
                 f"no parameter server has answered at {address} ({error}): check that it runs there, and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+import socket
 import subprocess
 import textwrap
 import threading
@@ -73,6 +74,34 @@ def test_each_client_has_a_session_of_its_own(server: Sums) -> None:
     assert add(second, 1.0) == [7.0] * 2
     for each in (first, second):
         each.shutdown()
+
+
+def test_a_server_that_speaks_no_http_is_said_to_be_none() -> None:
+    """The error was one of `http.client`, and the client's group was left with its port."""
+    groups = list[ProcessGroup]()
+
+    class Client(Sums):
+        @classmethod
+        def new_process_group(cls) -> ProcessGroup:
+            groups.append(super().new_process_group())
+            return groups[-1]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        port = listener.getsockname()[1]
+        with pytest.raises(ProcessGroupError, match="no parameter server has answered"):
+            Client.new_session(f"http://127.0.0.1:{port}/new_session")
+        answering.join()
+    with pytest.raises(ProcessGroupError, match="was shut down"):
+        groups[0].address()
 
 
 def test_a_session_ends_when_its_client_shuts_down(
