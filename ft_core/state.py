@@ -455,7 +455,7 @@ def _holds(session: Session, position: tuple[int, str]) -> bool:
 def _if_large(leaf: Any) -> Tensor | None:
     part = local_part(leaf) if isinstance(leaf, Tensor) else None
     large = part is not None and part.nbytes >= LARGE_BYTES and part.is_contiguous()
-    return leaf if large else None
+    return leaf if large and not part.is_inference() else None  # which is served as a copy
 
 
 def _versions(tree: Any) -> Versions:

@@ -600,8 +600,8 @@ class Manifest:
             local = local_part(leaf)
         if local.dtype != spec.dtype or local.shape != spec.shape:
             return
-        if local.is_meta or local.layout is not torch.strided:
-            return
+        if local.is_meta or local.layout is not torch.strided or local.is_inference():
+            return  # the last is written to in inference mode only
         contiguous = local.is_contiguous()
         if not contiguous and torch._debug_has_internal_overlap(local) == 1:
             return  # expanded: it cannot be written

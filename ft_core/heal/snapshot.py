@@ -147,7 +147,8 @@ class Publication:
         for tensor, device, (index, _, _) in zip(tensors, devices, self.layout.places, strict=True):
             if index == 0:
                 continue
-            stays = device is not None or tensor.is_cpu
+            # One of `torch.inference_mode` counts no changes, so that nobody would notice them.
+            stays = (device is not None or tensor.is_cpu) and not tensor.is_inference()
             if copy or not stays or not tensor.is_contiguous():
                 owned.append(index)
                 continue

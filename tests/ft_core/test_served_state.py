@@ -74,6 +74,45 @@ def test_two_members_that_heal_at_the_same_step() -> None:
         assert torch.equal(a.weights, b.weights) and torch.equal(a.weights, c.weights)
 
 
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_state_may_hold_what_a_validation_has_made(use_async_quorum: bool) -> None:
+    """Tensors of `torch.inference_mode` count no changes, and only there may they be written to: a large one ended the
+    first step, and later ones kept every other process from coming back."""
+
+    def made(value: float) -> dict[str, Any]:
+        with torch.inference_mode():
+            rows = torch.full((LARGE // 8, 8), value)
+            return {"bank": rows, "turned": rows.t() + 1, "best": torch.tensor(value)}
+
+    with lighthouse() as server:
+        members = [LargeReplica(server, name, use_async_quorum=use_async_quorum) for name in "ab"]
+        kept = [made(7.0), made(0.0)]
+        for each, own in zip(members, kept, strict=True):
+            each.manager.register_state_dict_fn("kept", own.update, partial(dict, own))
+        running = threading.Event()
+
+        def first() -> None:
+            members[0].run_to(3)
+            members[0].manager.start_quorum()
+            running.set()
+            until(lambda: waiting(server, "b"), "the newcomer")
+            assert members[0].manager.should_commit()
+            members[0].weights -= 1.0
+            kept[0].update(made(8.0))
+            members[0].run_to(8)
+            members[0].close()
+
+        def later() -> None:
+            assert running.wait(PATIENCE_S)
+            members[1].run_to(8)
+            members[1].close()
+
+        replicas(first, later)
+    assert [each.discards for each in members] == [[], []]
+    for name, value in kept[0].items():
+        assert torch.equal(kept[1][name], value), name
+
+
 def test_a_member_whose_state_differs_serves_it_no_more() -> None:
     """It is told so with the vote of a step in which a newcomer heals from it, while it is read."""
     with lighthouse(all_join=True) as server:
