@@ -279,12 +279,25 @@ def refuse_once_frozen(names: list[str], when: str, advice: str) -> None:
     """Raise ValueError if there are parameters that were frozen `when` gradients to average were chosen, and are trained
     now; `advice` is a sentence."""
     if names:
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         raise ValueError(
-            f"{', '.join(names[:MOST_NAMED])}{more}: frozen {when}, and trained now. They are not "
+            f"{_some(names)}: frozen {when}, and trained now. They are not "
             "averaged, so that each replica group had weights of its own (stock DDP says nothing of it). "
             f"{advice}"
         )
+
+
+def refuse_newcomers(names: list[str], made: str) -> None:
+    """Raise ValueError if there are parameters that are trained, and that the model has got since `made`."""
+    if names:
+        raise ValueError(
+            f"{_some(names)}: in the model since {made}, and trained. They are not averaged, so that each replica "
+            "group had weights of its own. Add or replace parameters before"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
 UNFREEZE = "Wrap the model with all of them trainable (and find_unused_parameters=True), and freeze them after that"

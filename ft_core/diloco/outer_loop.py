@@ -25,7 +25,7 @@ from ft_core.diloco.fragments import Fragment, describe
 from ft_core.diloco.global_state import drop_bad_state, refuse_drifting
 from ft_core.diloco.outer_step import OuterReduce, OuterStep, squared_norm
 from ft_core.diloco.schedule import Schedule, ScheduleEvent, Windows
-from ft_core.optimizer import frozen_parameters, refuse_unfrozen
+from ft_core.optimizer import frozen_parameters, refuse_newcomers, refuse_unfrozen
 from ft_core.process_group import ProcessGroupError
 from ft_core.replica.status import WorldSizeMode
 from ft_core.step import update
@@ -272,6 +272,7 @@ class OuterLoop:
     def _launch(self) -> None:
         """Send the scheduled fragment; `_apply` finds out what became of it. Nothing is sent if this
         member has moved: it is not due there."""
+        self._refuse_newcomers()
         manager, bad = self._manager, ""
         if manager.errored() is not None:
             bad = str(manager.errored())
@@ -305,6 +306,19 @@ class OuterLoop:
         if actual is not fragment:  # this member is behind, so it contributes nothing anyway
             fragment, deltas, squared = actual, self._state.deltas(actual), 0.0
         self._send(fragment, deltas, squared)
+
+    def _refuse_newcomers(self) -> None:
+        """Raise ValueError if the inner optimizer trains parameters that the model has got since this loop was made:
+        they are in no fragment."""
+        known = {id(p) for fragment in self._fragments for p in fragment.parameters}
+        known.update(id(p) for _, p in self._frozen)
+        groups = self._inner.param_groups
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        new, named = trained - known, self._outer.model.named_parameters()
+        refuse_newcomers(
+            [name for name, p in named if id(p) in new],
+            f"{type(self).__name__} was made",
+        )
 
     def _scheduled(self, step: int) -> Fragment:
         return self._fragments[self._schedule.fragment_of(step)]

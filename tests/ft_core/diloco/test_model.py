@@ -435,3 +435,36 @@ def test_what_was_frozen_and_is_trained_now_is_refused(monkeypatch: pytest.Monke
         ):
             inner.step()
     manager.shutdown()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_parameters_that_came_later_are_refused_when_they_were_to_be_sent(
+    kind: Any, replaced: bool
+) -> None:
+    """They were in no fragment: each group trained its own, without a word."""
+    name = "weight" if replaced else "extra"
+    with lighthouse() as server:
+        model = nn.Linear(3, 2)
+        manager = thread_manager(server.address(), 0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        arguments = [inner, 2] if kind is LocalSGD else [inner, outer_optimizer(model), 2]
+        later = nn.Parameter(torch.ones(2, 3))
+
+        def step() -> None:
+            inner.zero_grad()
+            (model(torch.ones(4, 3)).sum() + later.sum()).backward()
+            inner.step()
+
+        try:
+            with pytest.raises(ValueError, match=f"^{name}: in the model since {kind.__name__}"):
+                with kind(manager, model, *arguments):
+                    step()
+                    step()
+                    assert manager.current_step() == 1
+                    setattr(model, name, later)
+                    inner.add_param_group({"params": [later]})
+                    step()
+                    step()
+        finally:
+            manager.shutdown()
