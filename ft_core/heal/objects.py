@@ -254,7 +254,8 @@ def decode_scalar(tag: str, rest: list[Any]) -> Any:
     if tag == "c":
         return complex(rest[0], rest[1])
     if tag == "ns":
-        return np.frombuffer(rest[1], dtype=numpy_dtype(rest[0]))[0]
+        dtype = numpy_dtype(rest[0])  # without a size: an empty string
+        return np.frombuffer(rest[1], dtype=dtype)[0] if dtype.itemsize else dtype.type()
     if tag == "ba":
         return bytearray(rest[0])
     if tag == "sz":

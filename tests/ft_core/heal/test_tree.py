@@ -243,6 +243,13 @@ def test_a_tensor_lies_in_memory_as_its_source_does() -> None:
     torch.testing.assert_close(found["images"] + 0, images, rtol=0, atol=0)
 
 
+def test_empty_numpy_strings_travel() -> None:
+    """Their dtype has no size: a state that held one was refused by every process that came back."""
+    back = travel({"name": np.str_(""), "tag": np.bytes_(b""), "full": np.str_("a")})
+    assert back == {"name": "", "tag": b"", "full": "a"}
+    assert [type(each) for each in back.values()] == [np.str_, np.bytes_, np.str_]
+
+
 def test_tied_tensors_stay_tied() -> None:
     weight = torch.randn(4)
     back = travel({"a": weight, "b": weight, "c": weight.clone()})
