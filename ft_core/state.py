@@ -453,8 +453,10 @@ def _holds(session: Session, position: tuple[int, str]) -> bool:
 
 
 def _if_large(leaf: Any) -> Tensor | None:
-    part = local_part(leaf) if isinstance(leaf, Tensor) else None
-    large = part is not None and part.nbytes >= LARGE_BYTES and part.is_contiguous()
+    if not isinstance(leaf, Tensor):
+        return None
+    part: Tensor = local_part(leaf)
+    large = part.nbytes >= LARGE_BYTES and part.is_contiguous()
     return leaf if large and not part.is_inference() else None  # which is served as a copy
 
 
