@@ -16,6 +16,7 @@ from typing import Any
 from ft_core.environment import COMPARE_STEPS, SHARED_JOB, ReplicaEnv
 from ft_core.replica.status import CopyIndex, ParticipationRule, RanksHold, WorldSizeMode
 from lighthouse.config import Timeouts, normalize_address
+from lighthouse.wire.messages import INCARNATION_DIGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +259,7 @@ UNNAMED = JobOptions(name="")
 
 def new_replica_id(name: str) -> str:
     """`name:incarnation`; never the same twice."""
-    return f"{name}:{uuid.uuid4().hex[:12]}"
+    return f"{name}:{uuid.uuid4().hex[:INCARNATION_DIGITS]}"
 
 
 def default_name() -> str:

@@ -81,6 +81,7 @@ from lighthouse.wire.messages import (
     Vote,
     Waiting,
     epoch_of,
+    is_replica_id,
     name_of,
     same_process,
 )
@@ -156,7 +157,9 @@ class JobState:
         """The process of the replica group (or the process) `group` that is here; empty: none is."""
         here = {r: m.name for r, m in self._members.by_id.items()}
         here |= {r: name_of(r) for r in self._newcomers}
-        return next((r for r, name in here.items() if group in (r, name)), "")
+        if is_replica_id(group):
+            return group if group in here else ""
+        return next((r for r, name in here.items() if name == group), "")
 
     def declare_dead(self, group: str, now: float) -> list[Effect]:
         """A replica group (by name), or a process, is dead or will not come; it is not `alive`."""

@@ -35,6 +35,7 @@ from lighthouse.wire.messages import (
     Term,
     Vote,
     epoch_of,
+    is_replica_id,
     name_of,
     next_lineage,
 )
@@ -387,26 +388,32 @@ class History:
         promised: Term = NO_TERM,
         quorum_id: int = NO_QUORUM,
         *,
-        declared: bool = False,
         leave: Leave | None = None,
     ) -> None:
         """The process `replica_id` is dead, or has left: its state is gone with it.
 
-        `promised`, `quorum_id`: see `DeathNotice`. `declared`: a person says so. `leave`: its own word; it may join
-        again, and name an earlier quorum then: of a group's ranks not all have heard of the last one.
+        `promised`, `quorum_id`: see `DeathNotice`. `leave`: its own word; it may join again, and name an
+        earlier quorum then: of a group's ranks not all have heard of the last one.
         """
         self.missed.discard(replica_id)
-        self._dead_ids[replica_id] = (promised.epoch, promised.nonce), quorum_id
+        ballot, seen = self._dead_ids.get(replica_id, (NO_BALLOT, NO_QUORUM))
+        # Another word on the same death may say less: a person's says nothing of quorums.
+        said = max(ballot, (promised.epoch, promised.nonce)), max(seen, quorum_id)
+        self._dead_ids[replica_id] = said
         if leave is None:
             self._has_said(replica_id, promised, quorum_id)
         member = members.by_id.get(replica_id)
         name = member.name if member is not None else name_of(replica_id)
         lives = leave is not None and leave.comes_back  # the roll waits for its name
         if not (lives or members.other_holder(name, replica_id)):
-            self.dead[name] = declared or self.dead.get(name, False)
-        for known in (self._dead_ids, self.dead):
-            if len(known) > REMEMBERED_DEAD:
-                known.popitem(last=False)
+            self._name_died(name)
+        if len(self._dead_ids) > REMEMBERED_DEAD:
+            self._dead_ids.popitem(last=False)
+
+    def _name_died(self, name: str, *, declared: bool = False) -> None:
+        self.dead[name] = declared or self.dead.get(name, False)
+        if len(self.dead) > REMEMBERED_DEAD:
+            self.dead.popitem(last=False)
 
     def ended(self, members: Members, word: Leave | DeathNotice) -> None:
         """`died`, by the word of the process or of its watcher."""
@@ -414,9 +421,13 @@ class History:
         self.died(members, word.replica_id, word.promised, word.quorum_id, leave=leave)
 
     def declare_dead(self, members: Members, group: str) -> None:
-        """A replica group (by name), or one of its processes, is dead or will not come."""
-        for replica_id in (group, *(r for r in self.missed if name_of(r) == group)):
-            self.died(members, replica_id, declared=name_of(group) == group)
+        """A replica group (by name), or one of its processes, is dead or will not come; it is not here."""
+        if is_replica_id(group):
+            self.died(members, group)
+            return
+        self._name_died(group, declared=True)
+        for replica_id in [r for r in self.missed if name_of(r) == group]:
+            self.died(members, replica_id)
 
     def joined(self, replica_id: str, name: str) -> None:
         """The process `replica_id` of `name` lives."""

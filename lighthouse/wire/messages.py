@@ -15,6 +15,7 @@ out of range.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, replace
 
 MAX_ID_CHARS = 200
@@ -59,6 +60,8 @@ TERM_BITS = 20
 MAX_EPOCH = 2**40 - 1
 MAX_STEP = 2**47
 MAX_NONCE = 2**63 - 1
+INCARNATION_DIGITS = 12
+"""Hex digits by which a replica_id differs from those of its group before."""
 MAX_WISH = 2**20
 """Most replica groups that a `Join` may ask its job to wait for."""
 
@@ -66,6 +69,11 @@ MAX_WISH = 2**20
 def name_of(replica_id: str) -> str:
     """The name of the replica group of which `replica_id` ("name:random") is a process."""
     return replica_id.rpartition(":")[0] or replica_id
+
+
+def is_replica_id(word: str) -> bool:
+    """Whether a person's `word` is the replica_id of a process; else it is a name, in which a colon may be, too."""
+    return re.search(f":[0-9a-f]{{{INCARNATION_DIGITS}}}$", word) is not None
 
 
 def epoch_of(quorum_id: int) -> int:
@@ -474,7 +482,7 @@ class DeathNotice:
 class DeclareDead:
     """An operator or a supervisor says that a replica group is dead, or will not come.
 
-    `member`: its name, or the replica_id of a process. It holds for all rooms of the job.
+    `member`: its name, or the replica_id of a process (`is_replica_id`). It holds for all rooms of the job.
     """
 
     job_id: str

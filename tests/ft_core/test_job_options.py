@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 
 from ft_accelerate.options import FaultTolerancePlugin, field_names
 from ft_core.attempt import FIRST_CHECKS
-from ft_core.config import UNNAMED, JobOptions
+from ft_core.config import UNNAMED, JobOptions, new_replica_id
 from ft_core.environment import ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.heal import UnsupportedObjectError
@@ -34,6 +34,7 @@ from ft_lightning.shared.strategy_base import Options
 from lighthouse.client import Connection, LighthouseClient, new_identity
 from lighthouse.config import split_address
 from lighthouse.errors import JoinRefused, SettingsDiffer
+from lighthouse.wire.messages import is_replica_id, name_of
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S, children_of_all_threads, until
 
@@ -588,3 +589,10 @@ def test_a_process_without_number_and_job_is_told_with_which_it_trains(
     said = [record.getMessage() for record in caplog.records if "FT_JOB_ID" in record.getMessage()]
     assert len(said) == 1
     assert "they are host-1, host-2." in said[0]
+
+
+@pytest.mark.parametrize("name", ["0", "a:1", "host:29510", "10.0.0.1:0:1"])
+def test_a_name_with_a_colon_is_not_taken_for_a_process(name: str) -> None:
+    assert not is_replica_id(name)
+    assert is_replica_id(new_replica_id(name))
+    assert name_of(new_replica_id(name)) == name
