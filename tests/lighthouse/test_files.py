@@ -18,6 +18,7 @@ import pytest
 
 from lighthouse.files import (
     draft_of,
+    file_name,
     machine_lock,
     put_whole,
     remove_drafts,
@@ -228,3 +229,11 @@ def test_a_process_that_was_forked_in_the_block_does_not_hold_the_lock(
             (path,) = tmp_path.iterdir()
             waiting = workers.enter_context(path.open())  # as another process that waits for it
         fcntl.flock(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_job_id_that_looks_like_the_name_of_anothers_file_has_its_own() -> None:
+    for text in ("my job", "a/b", ""):
+        name = file_name(text)
+        names = {name, file_name(name), file_name(file_name(name))}
+        assert len(names) == (3 if text else 1)
+    assert file_name("job-1.2") == "job-1.2"
