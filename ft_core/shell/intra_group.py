@@ -180,7 +180,11 @@ class IntraGroup:
         if self._broken:  # a caller has caught the error: none would come to the next meeting
             raise GroupBroken(self._broken)
         if not self._peers:
-            self._open()
+            try:
+                self._open()
+            except OSError as error:
+                self._break_off(f"{name}: the ranks of this replica group can't meet ({error})")
+                raise GroupBroken(self._broken) from error
         try:
             for peer in self._peers:
                 peer.settimeout(self._timeout_s if limited else None)
@@ -242,9 +246,9 @@ class IntraGroup:
             return
         host, port, cookie = pickle.loads(self._store.get(key))
         peer = socket.create_connection((host, port), OPEN_TIMEOUT_S)
+        self._peers = [peer]
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.sendall(cookie + _HEADER.pack(self._rank))
-        self._peers = [peer]
 
     def _wait_for_ranks(self, key: str) -> None:
         cookie = secrets.token_bytes(_COOKIE_BYTES)

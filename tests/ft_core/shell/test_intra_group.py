@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import pickle
@@ -249,3 +250,21 @@ def test_a_store_of_one_machine_is_not_there_for_others() -> None:
     assert listening == ["0100007F" + where]
     rows = [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
     assert not [row for row in rows if row[1].endswith(where) and row[3] == "0A"]
+
+
+def test_a_meeting_that_the_system_refuses_breaks_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other rank has come to the store, and is at the door."""
+
+    def refuse(group: IntraGroup, key: str) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with ThreadPoolExecutor(1) as pool, ranks(2) as (first, second):
+        monkeypatch.setattr(IntraGroup, "_wait_for_ranks", refuse)
+        other = pool.submit(together, second.barrier)
+        for _ in range(2):  # also if the script has caught the first one
+            with pytest.raises(GroupBroken, match="Too many open files"):
+                first.barrier()
+        first.close()
+        assert isinstance(other.result()[0], RuntimeError)
