@@ -147,6 +147,7 @@ class LighthouseServer:
                 service=SERVICE,
                 keeps=self._machine.serves,
             )
+            self._wake_read, self._wake_write = socket.socketpair()
         except BaseException:
             self._context.destroy(linger=0)
             if self._journal is not None:
@@ -161,7 +162,6 @@ class LighthouseServer:
         self._complaints = Complaints()
         self._encoder = codec.Encoder()
         self._commands: queue.SimpleQueue[Future[str] | None] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         # Guards the sending end of the wake-up pair; a signal handler may interrupt its holder.
         self._lock = threading.RLock()

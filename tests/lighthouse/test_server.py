@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import queue
+import socket
 import subprocess
 import sys
 import termios
@@ -516,3 +519,22 @@ def test_a_status_that_is_asked_for_while_the_machine_fails(
     with pytest.raises(RuntimeError, match="shut down"):
         server.status()
     server.shutdown()
+
+
+def test_a_server_that_cannot_be_made_whole_leaves_its_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(OSError, match="Too many open files") as kept,
+    ):
+        patched.setattr(socket, "socketpair", none_left)
+        LighthouseServer(bind)
+    assert kept.tb is not None  # what it holds is not freed before its port is asked for
+    with LighthouseServer(bind) as server:
+        assert server.address() == bind
