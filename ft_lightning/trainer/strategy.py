@@ -337,12 +337,12 @@ class FTDDPMixin(leader.CheckpointMixin, CollectivesMixin):
         return board.slot().whole and self._resumption is not None and self._resumption.has_ended()
 
     def _when_over(self, error: TrainingOver) -> BaseException:
-        """`error`, unless it was just now that peers have ended this fit."""
+        """`error`, unless it was just now that peers have ended this fit. A rank may learn it alone: the others may
+        wait for it at the next batch, so it asks none of them."""
         slot = board.slot()
         if slot.whole:
             slot.await_leader(self._training_number)  # it saves the end, and records it
-        passes = self._in_group.from_rank_0(self._ended_meanwhile)
-        return StartAgain(ENDED_MEANWHILE) if passes else error
+        return StartAgain(ENDED_MEANWHILE) if self._ended_meanwhile() else error
 
     def _register(self, texts: dict[str, str]) -> None:
         """What a member must have in common with its peers."""
