@@ -115,9 +115,8 @@ def _flush(path: Path) -> None:
 def file_name(text: str) -> str:
     """A name for a file that is about `text`, such as a job's id: no two texts have one."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", text)
-    if name != text or re.search(
-        r"\.[0-9a-f]{16}$", text
-    ):  # the second looks as if it were one of these names
+    looks_hashed = re.search(r"\.[0-9a-f]{16}$", text)
+    if name != text or looks_hashed:
         name += "." + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return name
 
