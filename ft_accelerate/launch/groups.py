@@ -295,8 +295,14 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def hints(args: argparse.Namespace) -> list[str]:
-    """Sentences on what looks like a wish for fault tolerance, where it is not switched on."""
-    if wanted(args) or switched_off():
+    """Sentences on what looks like a wish for fault tolerance, where it is not switched on; and on flags of torchrun
+    that then say nothing, where it is."""
+    if wanted(args):
+        given = getattr(args, "nondefault", ())
+        flags = " and ".join(f"--{name}" for name in ("tee", "log_dir") if name in given)
+        why = "torchrun is not started. All processes write to the launcher's output"
+        return [f"{flags}: no effect, since {why}"] if flags else []
+    if switched_off():
         return []
     ours = {f"--{name}" for name in ("use_fault_tolerance", *map(argument_name, field_names()))}
     behind = [text for text in getattr(args, "training_script_args", ()) if text in ours]

@@ -361,6 +361,30 @@ def test_a_misspelt_flag_of_accelerate_is_its_own_error(
 
 
 @pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tee", "3", "--log_dir", "logs"], "--tee and --log_dir: no effect"),
+        (["--log_dir=logs"], "ft_accelerate: --log_dir: no effect, since torchrun is not started"),
+        (["--monitor_interval", "1", "--rdzv_backend", "c10d"], ""),
+    ],
+)
+def test_flags_of_torchrun_that_say_nothing_are_named(
+    stock: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    said: str,
+) -> None:
+    config = written(tmp_path, ON_CPU)
+    argv = ["--config_file", config, "--use_fault_tolerance", *flags, "train.py"]
+    monkeypatch.setattr(sys, "argv", ["accelerate", *argv])
+    stock._validate_launch_command(stock.launch_command_parser().parse_args(argv))
+    lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("ft_accelerate")]
+    assert len(lines) == bool(said) and said in "".join(lines)
+
+
+@pytest.mark.parametrize(
     ("argv", "env", "said"),
     [
         (["--use_fault_tolerance"], {}, "--use_fault_tolerance is behind the script's name"),
