@@ -70,6 +70,19 @@ def patiently(bind: Callable[[], T]) -> T:
             time.sleep(BIND_AGAIN_S)
 
 
+class Pauses:
+    """Between the end of a process and the start of the next one: longer each time, unless it has lived for long."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_PAUSE_S
+
+    def after(self, lived_s: float) -> float:
+        """Seconds to wait, after a process that has lived for `lived_s`."""
+        pause_s = FIRST_PAUSE_S if lived_s >= STEADY_S else self._next_s
+        self._next_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return pause_s
+
+
 def ending_of(what: str, code: int) -> str:
     """A line that says how it has ended. `code`: its exit code, or minus a signal."""
     ending = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -95,7 +108,7 @@ class _Keeper:
                 os.kill(self._child, signum)
 
     def run(self) -> int:
-        pause_s = FIRST_PAUSE_S
+        pauses = Pauses()
         while True:
             began = time.monotonic()
             code = self._one()
@@ -104,10 +117,7 @@ class _Keeper:
             if code == 0 or not self._address:
                 return code if code >= 0 else 1
             write_out(sys.stderr, ending_of("its process", code))
-            if time.monotonic() - began >= STEADY_S:
-                pause_s = FIRST_PAUSE_S
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            time.sleep(pauses.after(time.monotonic() - began))
 
     def _one(self) -> int:
         """Run one child; its exit code, or minus the signal that has ended it."""

@@ -34,14 +34,7 @@ import click
 from lighthouse import sockets
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.files import write_out
-from lighthouse.keeper import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    STEADY_S,
-    ending_of,
-    keep_running,
-    patiently,
-)
+from lighthouse.keeper import Pauses, ending_of, keep_running, patiently
 from lighthouse.server import LighthouseServer
 from lighthouse.waits import Overdue
 
@@ -131,20 +124,18 @@ class LaunchedLighthouse:
 
     def _keep(self) -> None:
         """The thread: start it again whenever it ends before it is told to."""
-        pause_s = FIRST_PAUSE_S
+        pauses = Pauses()
         while True:
             began, code = time.monotonic(), self._process.wait()
-            if time.monotonic() - began >= STEADY_S:
-                pause_s = FIRST_PAUSE_S
-            said = ending_of("the first process of this launcher's", code)
-            while not self._over.wait(pause_s):
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                write_out(sys.stderr, said)
-                said = self._start_again()
-                if not said:
-                    break
-            else:
-                return
+            why, lived_s = (
+                ending_of("the first process of this launcher's", code),
+                time.monotonic() - began,
+            )
+            while why:
+                if self._over.wait(pauses.after(lived_s)):
+                    return
+                write_out(sys.stderr, why)
+                why, lived_s = self._start_again(), 0.0
 
     def _start_again(self) -> str:
         """Why it can't be started, or ""."""
