@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ft_core.heal.shardings import local_part
+
 KEPT_BYTES = 256 << 20
 """Of parameters that are copied before it is known which of them are changed."""
 
@@ -122,7 +124,7 @@ def with_others(tree: Any, other: Callable[[Tensor], Tensor]) -> Any:
 
 def place_of(tensor: Tensor) -> tuple[int, ...]:
     """Equal for tensors that are one in memory, as a parameter and what a state dict holds of it."""
-    local = getattr(tensor, "to_local", lambda: tensor)()
+    local = local_part(tensor)
     if local.layout is not torch.strided or not local.data_ptr():  # or it has no elements
         return (id(tensor),)
     return (local.data_ptr(), *local.shape, *local.stride())

@@ -25,7 +25,7 @@ from typing import Any
 from fsspec.core import strip_protocol, url_to_fs
 from fsspec.utils import get_protocol
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ft_core.heal.changed import place_of, with_others
 from ft_lightning.shared.strategy_base import NoLongerLeads
@@ -127,8 +127,4 @@ def versions(checkpoint: Any) -> list[int]:
 
 def copied(checkpoint: Any) -> Any:
     """A copy that later steps do not change. In CPU memory, as what is written."""
-
-    def to_host(leaf: Any) -> Any:
-        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-
-    return copy.deepcopy(tree_map(to_host, checkpoint))
+    return copy.deepcopy(with_others(checkpoint, lambda tensor: tensor.detach().cpu()))
