@@ -17,7 +17,6 @@ A traceback would show the loop's own lines, and hide the sentence that helps.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -91,20 +90,23 @@ def unless_forked(hook: Callable[[], object]) -> Callable[[], None]:
     return call
 
 
+class _NotingExit:
+    """`sys.exit`, which leaves what it raises in `sys.last_value` if that is an error's."""
+
+    def __init__(self, plain: Callable[[Any], NoReturn]) -> None:
+        self._plain = plain
+
+    def __call__(self, code: Any = None, /) -> NoReturn:
+        if code not in (None, 0) and threading.current_thread() is threading.main_thread():
+            sys.last_value = SystemExit(code)
+        self._plain(code)
+
+
 def note_exit_codes() -> None:
     """From now on `sys.exit` with the code of an error leaves `sys.last_value`, as an error does that nothing catches:
     exit hooks tell by it how the script has ended. Idempotent. They do not see `raise SystemExit(1)`."""
-    plain = sys.exit
-    if hasattr(plain, "__wrapped__"):
-        return
-
-    @functools.wraps(plain)
-    def noting(code: Any = None, /) -> NoReturn:
-        if code not in (None, 0) and threading.current_thread() is threading.main_thread():
-            sys.last_value = SystemExit(code)
-        plain(code)
-
-    sys.exit = noting
+    if not isinstance(sys.exit, _NotingExit):
+        sys.exit = _NotingExit(sys.exit)
 
 
 def end_at_once(whose: str, why: str, code: int, stream: TextIO | None = None) -> NoReturn:
