@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 
 from ft_core.collectives.agreement import agree
+from ft_core.config import JobOptions
 from ft_core.launch.board import Board, slot
+from ft_core.launch.rank_group import free_port
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
+from ft_core.shell.intra_group import IntraGroup
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.harness.waiting import PATIENCE_S
@@ -110,6 +113,30 @@ def one_of_two(rank: int, store: Any, *, hold: str = "copies") -> dict[str, Any]
     """The manager's options of a rank of a group of two, which meet at `store` (`rendezvous`)."""
     place = {"store_addr": "127.0.0.1", "store_port": store.port}
     return {"rank": rank, "world_size": 2, "ranks_hold": hold, **place}
+
+
+@contextmanager
+def ranks(size: int, port: int = 0, timeout_s: float = 20.0) -> Iterator[list[IntraGroup]]:
+    """Each rank's calls among the ranks of one replica group, which are threads."""
+    port = port or free_port()
+    groups = [
+        IntraGroup(
+            JobOptions(
+                name="group",
+                group_rank=rank,
+                group_world_size=size,
+                store_addr="127.0.0.1",
+                store_port=port,
+            ),
+            timeout_s=timeout_s,
+        )
+        for rank in range(size)
+    ]
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.close()
 
 
 def manager(address: str, name: str, pg: ProcessGroup | None = None, **options: Any) -> Manager:

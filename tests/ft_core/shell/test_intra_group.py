@@ -11,9 +11,9 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,34 +22,11 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import free_port
 from ft_core.shell import group_store, intra_group
 from ft_core.shell.intra_group import Door, IntraGroup
-
-
-@contextmanager
-def ranks(size: int, port: int = 0, timeout_s: float = 20.0) -> Iterator[list[IntraGroup]]:
-    port = port or free_port()
-    groups = [
-        IntraGroup(
-            JobOptions(
-                name="group",
-                group_rank=rank,
-                group_world_size=size,
-                store_addr="127.0.0.1",
-                store_port=port,
-            ),
-            timeout_s=timeout_s,
-        )
-        for rank in range(size)
-    ]
-    try:
-        yield groups
-    finally:
-        for group in groups:
-            group.close()
+from tests.harness.cluster import ranks
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

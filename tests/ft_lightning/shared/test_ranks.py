@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -15,14 +14,13 @@ from typing import Any
 import pytest
 
 import ft_lightning
-from ft_core.config import JobOptions
 from ft_core.launch.rank_group import free_port
 from ft_core.launch.restarts import BROKEN_EXIT_CODE
-from ft_core.shell.intra_group import IntraGroup
 from ft_lightning.pytorch import FTDDPStrategy
 from lighthouse import LighthouseServer
 from lighthouse.errors import TrainingOver
 from tests.ft_lightning.harness import Line, Run, compare, running
+from tests.harness.cluster import ranks, replicas
 from tests.harness.waiting import PATIENCE_S, gone, until
 
 pytestmark = pytest.mark.process
@@ -58,28 +56,10 @@ def agree(mine: list[Line], others: list[Line]) -> None:
 def test_a_rank_that_learns_alone_that_the_fit_is_over_waits_for_no_other() -> None:
     """Within a batch, where the others have healed, and wait for it in Lightning's broadcast at the next batch: it
     waited for them in turn, and the job hung."""
-    both = [
-        IntraGroup(
-            JobOptions(
-                name="g",
-                group_rank=rank,
-                group_world_size=2,
-                store_addr="127.0.0.1",
-                store_port=port,
-            ),
-            timeout_s=0.1,
-        )
-        for port in [free_port()]
-        for rank in range(2)
-    ]
-    threads = [threading.Thread(target=each.barrier) for each in both]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
     strategy, error = FTDDPStrategy(), TrainingOver("over")
-    strategy._in_group = both[0]
-    with contextlib.closing(both[0]), contextlib.closing(both[1]):
+    with ranks(2) as both:
+        replicas(*[each.barrier for each in both])
+        strategy._in_group = both[0]
         assert strategy._when_over(error) is error
 
 
