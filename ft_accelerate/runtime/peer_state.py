@@ -293,7 +293,7 @@ class Begun:
         self._drawn: Tensor | None = None
         """What the random numbers were where the window's first batch was read."""
         self._peers_drawn: Tensor | None = None
-        self.changed = ChangedInStep(lambda: _models(accelerators()))
+        self.changed = ChangedInStep()
         self.weights = Weights(accelerators)
         self._lack_draws = False
         self._decisive: dict[str, dict[str, list[Any]]] = {}
@@ -306,10 +306,10 @@ class Begun:
         self.changed.forget()
         self._mark_decisive(accelerators)
 
-    def computes(self) -> None:
+    def computes(self, accelerators: Accelerators) -> None:
         """The script is about to compute a batch. Until the window's first one other processes' weights may come."""
         if not self.changed.begun:
-            self.changed.begin()
+            self.changed.begin(_models(accelerators))
 
     def _mark_decisive(self, accelerators: Accelerators) -> None:
         self._decisive = {
@@ -362,7 +362,7 @@ class Begun:
         self.draw_as(state)
         begin_again(accelerators, state)
         self._mark_decisive(accelerators)
-        self.changed.begin()
+        self.changed.begin(_models(accelerators))
 
     def draw_as(self, state: dict[str, Any]) -> None:
         """Draw from here on what the peers, who have dumped `state`, have drawn from their mark on."""

@@ -249,7 +249,7 @@ class Runtime:
             if not self._open:
                 self._begin("fetch")
             if self.live:
-                self._begun.computes()
+                self._begun.computes(self.prepared.accelerators)
                 break
         if self.manager is not None and self._data is not None:
             self._data.follow(iteration, self.manager.step.part)

@@ -27,16 +27,11 @@ class ChangedInStep:
     none, so in the 1st, 2nd, 4th, 8th ... step all are kept, if they are small, and compared. The loop's thread.
 
     Args:
-        models: those whose parameters are watched, by the prefix of their names. A model keeps its parameters.
-        watches: which of these.
+        frozen_only: watch parameters that need no gradient, and no others.
     """
 
-    def __init__(
-        self,
-        models: Callable[[], Mapping[str, nn.Module]],
-        watches: Callable[[Tensor], bool] = lambda parameter: True,
-    ) -> None:
-        self._models, self._watches = models, watches
+    def __init__(self, *, frozen_only: bool = False) -> None:
+        self._frozen_only = frozen_only
         self._known: dict[str, weakref.ref[nn.Module]] = {}
         self._of_known: MutableMapping[str, Tensor] = {}
         self.begun = False
@@ -49,8 +44,13 @@ class ChangedInStep:
         self._updatable: dict[str, Tensor] = {}
         self._steps = 0
 
-    def _parameters(self) -> dict[str, Tensor]:
-        models = self._models()
+    def begin(self, models: Mapping[str, nn.Module], *, all_small: bool = False) -> None:
+        """A step begins.
+
+        Args:
+            models: those whose parameters are watched, by the prefix of their names. A model keeps its parameters.
+            all_small: keep all, if they are small: any may be changed now.
+        """
         known = {prefix: weakref.ref(model) for prefix, model in models.items()}
         if known != self._known:  # to list them takes longer than to look at them
             self._known = known
@@ -59,10 +59,6 @@ class ChangedInStep:
                 for prefix, model in models.items()
                 for name, parameter in model.named_parameters()
             )
-        return {name: p for name, p in self._of_known.items() if self._watches(p)}
-
-    def begin(self, *, all_small: bool = False) -> None:
-        """A step begins. `all_small`: keep all, if they are small: any may be changed now."""
         parameters, names = self._parameters(), self._names
         self._steps += 1
         if names is None or all_small or self._steps.bit_count() == 1:
@@ -71,6 +67,10 @@ class ChangedInStep:
         self._kept = {n: parameters[n].detach().clone() for n in names & parameters.keys()}
         self.begun = True
         self._began, self._noted, self._updatable = _versions(parameters), {}, {}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        of_known = self._of_known.items()
+        return {name: p for name, p in of_known if not (self._frozen_only and p.requires_grad)}
 
     def note(self) -> None:
         """Gradients are there: what was changed since the step began is known. What is changed from here on is by

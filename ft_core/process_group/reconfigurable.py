@@ -355,12 +355,14 @@ class ReconfigurableProcessGroup(ProcessGroup):
     # --- collectives
 
     def start_allreduce(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:
-        return self.issue("allreduce", tensors, opts, watched=not tensors[0].is_cpu)
+        if tensors[0].is_cpu:
+            return self._issue_here("allreduce", tensors, opts, watched=False)
+        return self.issue("allreduce", tensors, opts)
 
-    def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+    def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
         if self.host_only and (device := first_device(args)) is not None:
             return self._issue_staged(device, operation, *args, **kwargs)
-        return self._issue_here(operation, *args, watched=watched, **kwargs)
+        return self._issue_here(operation, *args, **kwargs)
 
     def _issue_staged(self, device: CopyDevice, operation: str, *args: Any, **kwargs: Any) -> Work:
         """`issue` for tensors on `device`, where the backend is `host_only`."""

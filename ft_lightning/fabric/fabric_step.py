@@ -106,8 +106,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._averaged = AveragedGradients(self._wrapped, self._optimizers)
         self.progress = Progress()
         self._numbers = RandomNumbers()
-        models = self._models
-        self._changed = ChangedInStep(lambda: {f"{i}.": m for i, m in enumerate(models)})
+        self._changed = ChangedInStep()
         self._starting = self._started = self._healed = self._took_over = False
         self._fed_by_loader = False
         self._fetching: LoaderPlace | None = None
@@ -186,7 +185,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         window.begin()
         self._averaged.begin()
         self._kept = None if window.arrived else self._copies()
-        self._changed.begin()
+        self._changed.begin(self._models_by_prefix())
         if not window.arrived:
             self._registered_before = copy.deepcopy(self._registered_now())
         for model in self._wrapped:
@@ -501,6 +500,9 @@ class FabricStepMixin(FabricAgreementsMixin):
         groups = (group for each in self._optimizers for group in each.param_groups)
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
+    def _models_by_prefix(self) -> dict[str, nn.Module]:
+        return {f"{number}.": model for number, model in enumerate(self._models)}
+
     # ------------------------------------------------------------------ a pass that is void
 
     def _break_off(self) -> None:
@@ -509,7 +511,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._averaged.break_off()
         self._note_places()
         self._kept = self._copies()
-        self._changed.begin(all_small=True)
+        self._changed.begin(self._models_by_prefix(), all_small=True)
 
     def _places(self) -> list[Place]:
         return [place.now() for place in self.progress.places]

@@ -162,11 +162,8 @@ class StepDriver:
         self._shares_ends, self._ranks = shares_ends, ranks
         self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
         self._manual = not trainer.lightning_module.automatic_optimization
-        module, manual = trainer.lightning_module, self._manual
         # By hand the optimizers step within `training_step`.
-        self._changed = ChangedInStep(
-            lambda: {"": module}, lambda p: not (manual and p.requires_grad)
-        )
+        self._changed = ChangedInStep(frozen_only=self._manual)
         retry = RetryHooks(begin=self._begin_gradients, vote=self._vote, again=self._try_again)
         self._reducer = RetryableReducer(retry, manager)
         self._sharded = False
@@ -240,7 +237,7 @@ class StepDriver:
             self._restore(state)
         self._window += 1
         if self._window == 1 and not self._sharded:
-            self._changed.begin()
+            self._changed.begin({"": self._trainer.lightning_module})
 
     def ensure_open(self) -> None:
         """In a batch: another step begins if none is open. May raise BatchAbandoned."""
