@@ -187,6 +187,27 @@ def child_environment(
     return child
 
 
+def interpreter_options() -> dict[str, str]:
+    """The options with which this Python was started (`python -u -O -W error train.py`), as the variables that
+    give them to another one. Without them the script would run in other ways than its command says.
+
+    Variables and not words of the command: a process that is forked from a template has them, too, since the
+    template was started with them. `-E`, `-I` and `-X` options without a variable stay this process's own.
+    """
+    flags = sys.flags
+    given: dict[str, str | int] = {
+        "PYTHONUNBUFFERED": int(getattr(sys.__stdout__, "write_through", False)),
+        "PYTHONOPTIMIZE": flags.optimize,
+        "PYTHONWARNINGS": ",".join(sys.warnoptions),
+        "PYTHONDONTWRITEBYTECODE": int(flags.dont_write_bytecode),
+        "PYTHONNOUSERSITE": int(flags.no_user_site),
+        "PYTHONSAFEPATH": int(flags.safe_path),
+        "PYTHONDEVMODE": int(flags.dev_mode),
+        "PYTHONFAULTHANDLER": int("faulthandler" in sys._xoptions),
+    }
+    return {name: str(value) for name, value in given.items() if value}
+
+
 def ends_folder() -> str:
     """Where the ends of fits may be kept for as long as the supervisor of all groups lives; "": nowhere."""
     return os.environ.get(ENV_ENDS, "")

@@ -24,7 +24,7 @@ from ft_core.launch.rank_group import group_command
 from ft_core.launch.supervisor import die_with, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
 from ft_lightning.shared import registration
-from ft_lightning.shared.launch_env import child_environment, renew_rank
+from ft_lightning.shared.launch_env import child_environment, interpreter_options, renew_rank
 from ft_lightning.shared.topology import Scope
 from lighthouse.files import hold_standard_streams
 
@@ -90,7 +90,7 @@ class SupervisorLauncher:
                 for_as_long.callback(shutil.rmtree, ends, ignore_errors=True)
 
             def environment(number: int) -> dict[str, str]:
-                return child_environment(
+                place = child_environment(
                     scope.index + number,
                     scope.num_groups,
                     device=number * scope.group_size,
@@ -99,6 +99,7 @@ class SupervisorLauncher:
                     ends=ends,
                     processes=scope.supervised * scope.group_size,
                 )
+                return place | interpreter_options()
 
             code = supervise(
                 command,

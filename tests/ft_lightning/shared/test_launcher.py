@@ -407,6 +407,40 @@ Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(Borin
     assert done.stdout.splitlines() == [f"['--lr', '1 2'] {tmp_path}"] * 2
 
 
+def test_the_interpreters_options_are_those_of_the_command(tmp_path: Path) -> None:
+    """`python -u -O ... script`: what is printed is seen at once, assertions are off, a warning is an error."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, sys
+if "REPLICA_GROUP_ID" in os.environ:
+    said = [sys.stdout.write_through, sys.flags.optimize, sys.warnoptions, os.environ["PYTHONFAULTHANDLER"]]
+    sys.stdout.write(f"{said}\\n")  # one write: two processes without a buffer may share a line
+    sys.exit()
+import ft_lightning
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
+"""
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
+    env = {k: v for k, v in env.items() if not k.startswith("PYTHON")}
+    options = ["-u", "-O", "-W", "error::ResourceWarning", "-X", "faulthandler"]
+    done = subprocess.run(
+        [sys.executable, *options, str(script)],
+        env={**env, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [True, 1, ["error::ResourceWarning"], "1"]
+    assert done.stdout.splitlines() == [str(said)] * 2
+
+
 def test_a_restart_loop_ends_when_the_training_is_over(tmp_path: Path) -> None:
     """One line without a stack, and an exit code of its own, as in the loops of docs/lightning.md."""
     script = tmp_path / "script.py"
