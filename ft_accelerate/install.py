@@ -594,6 +594,10 @@ SEAMS = (
                 ("AcceleratedOptimizer.train", ("self",), unless_catching_up),
                 ("AcceleratedOptimizer.eval", ("self",), unless_catching_up),
             ),
+            "accelerate.tracking": (
+                ("PartialState", (), accelerate_trackers.state_of_trackers),
+                ("on_main_process", ("function",)),
+            ),
             "accelerate.scheduler": (("AcceleratedScheduler.step", ("self",), _scheduler_step),),
             "accelerate.data_loader": (
                 ("is_datasets_available", (), around(whether_to_know_shards)),

@@ -10,7 +10,8 @@ thread of its own, since it may take seconds.
 | is it now, and its trackers are being opened | waits | waits for them |
 | ... are open | the trackers' own | theirs |
 
-One that becomes the main one again goes on with its own trackers, as if it opened them.
+One that becomes the main one again goes on with its own trackers, as if it opened them. A tracker of the
+script's own may do in `__init__` what only the main process does: that is done where it is opened.
 
 What the dead process had not stored is logged again from the rows that were kept: those with a step,
 of a script that calls `log` in all processes, as Accelerate's own examples do.
@@ -21,14 +22,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import GeneralTracker
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ft_accelerate.runtime.process import while_active
+from ft_accelerate.runtime.process import active, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.succession import go_on_here
 from ft_core.launch import trackers
@@ -107,6 +109,7 @@ class NextTrackers:
         accelerator: Any = self._accelerator()
         if not self._begun:
             self._begun = True
+            _make(accelerator)
             self._init(accelerator, self._project, None, self._init_kwargs)
             for tracker in accelerator.trackers:
                 if self._config is not None and not _has_config(tracker):
@@ -185,6 +188,41 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 _next: weakref.WeakKeyDictionary[Any, NextTrackers] = weakref.WeakKeyDictionary()
 """Of Accelerators for which the script has called `init_trackers` in this process."""
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
+_unmade: MutableMapping[Any, Callable[[], None]] = WeakIdKeyDictionary()
+"""Of trackers whose `__init__` has left out what only the main process does: what does it."""
+
+
+class StateOfTracker:
+    """`PartialState()` for a tracker's decorated methods: they ask it what to call here."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def on_main_process(self, function: Any) -> Any:
+        """The function, or what does nothing but keep an `__init__` for later."""
+        found = self._state.on_main_process(function)
+        if active() is None or found is function or function.__name__ != "__init__":
+            return found
+
+        def keep(tracker: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(tracker, GeneralTracker):
+                itself = weakref.ref(tracker)
+                _unmade[tracker] = lambda: function(itself(), *args, **kwargs)
+
+        return keep
+
+
+def state_of_trackers(state: Any) -> Any:
+    """A `Seam.replace` for the class `PartialState` in the module of the trackers."""
+    return lambda: StateOfTracker(state())
+
+
+def _make(accelerator: Any) -> None:
+    """This is the main process, which it was not where the script has made its trackers."""
+    for tracker in accelerator.log_with:
+        make = _unmade.pop(tracker, None)
+        if make is not None:
+            make()
 
 
 @while_active
@@ -193,6 +231,7 @@ def init_trackers(runtime: Runtime, original: Any, self: Any, *args: Any, **kwar
     _next.pop(self, None)
     main = bool(self.is_main_process)
     if main:
+        _make(self)
         original(self, *args, **kwargs)
     given = dict(zip(("project_name", "config", "init_kwargs"), args, strict=False)) | kwargs
     project = given.pop("project_name")
