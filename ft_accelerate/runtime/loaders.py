@@ -52,7 +52,7 @@ _drawn_early: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDict
 """Of each loader whose first pass has its order since it was prepared: what its generator was before."""
 
 _passed: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Over which this process has begun a pass."""
+"""Over which this process, or its peers where it has come to them, have begun a pass."""
 
 _first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Of each loader that was fast-forwarded."""
@@ -78,6 +78,16 @@ def prepared(runtime: Runtime, loader: Any, before: torch.Tensor | None) -> None
         _drawn_early[loader] = before
     if runtime.manager is not None and (generator_of(loader) or seeded_sampler(loader)):
         _later_loaders.add(loader)
+
+
+def passed(loader: Any) -> bool:
+    """Whether a pass over this loader was begun."""
+    return loader in _passed
+
+
+def peers_have_passed(loader: Any) -> None:
+    """They have begun a pass over it, which this process may have left out."""
+    _passed.add(loader)
 
 
 def iterate(runtime: Runtime, original: Original, loader: Any) -> Iterator[Any]:

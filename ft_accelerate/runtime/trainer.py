@@ -40,6 +40,7 @@ from ft_accelerate.runtime import group_shards
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.divided_data import index_sampler, skips_by_index
+from ft_accelerate.runtime.loaders import peers_have_passed
 from ft_accelerate.runtime.process import (
     is_main,
     is_main_to_log,
@@ -211,6 +212,16 @@ def _call_event(
     return control
 
 
+@while_active
+def _get_eval_dataloader(
+    runtime: Runtime, original: Any, self: Any, eval_dataset: Any = None
+) -> Any:
+    loader, shared = original(self, eval_dataset), shared_by(self)
+    if shared is not None:
+        shared.evaluates(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
+    return loader
+
+
 def _adds_to(total: str) -> Callable[[Any], Any]:
     """A replacement for what adds the result of an operation to a total of Trainer's state."""
 
@@ -317,6 +328,11 @@ SEAMS = seams.table(
                 "Trainer._determine_best_metric",
                 ("self", "metrics", "trial"),
                 _determine_best_metric,
+            ),
+            (
+                "Trainer.get_eval_dataloader",
+                ("self", "eval_dataset"),
+                _get_eval_dataloader,
             ),
             ("Trainer.hyperparameter_search", ("self",), _hyperparameter_search),
             ("Trainer.is_world_process_zero", ("self",), is_main),
@@ -431,6 +447,13 @@ def _done(trainer: Any, position: ScriptPosition, given: dict[str, Any], steps: 
         batches = position.enter(entry)
         (steps,) = entry.counts
         trainer.state.global_step = steps + _updates(trainer, batches)
+        within = (
+            given["resume_from_checkpoint"] is not None and given["steps_trained_in_current_epoch"]
+        )
+        # The first epoch of which the peers have asked the loader itself, and not one that skips batches.
+        whole = given["epochs_trained"] + bool(within)
+        if entry.number > whole or (entry.number == whole and batches):
+            peers_have_passed(given["train_dataloader"])
         if entry.number > epoch:
             trainer.state.epoch = float(entry.number)  # as callbacks find it where that one begins
             if entry.number > epoch + 1:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ft_accelerate.runtime.loaders import passed, peers_have_passed
 from ft_accelerate.runtime.models import FollowsTheScript
 
 TOKENS, RESULTS = "_total_train_tokens", "_metrics"
@@ -39,6 +40,8 @@ class SharedTrainerState(FollowsTheScript):
         under `save_strategy="best"`."""
         self.arrived_with: dict[str, Any] = {}
         """Trainer's state, as this process has found it where it has arrived last."""
+        self._evaluated: list[str] = []
+        """Data of which peers have begun an evaluation, by the names that Trainer keeps their loaders by."""
         self._begun: dict[str, Any] = {}
         self._decisions: dict[str, Any] = {"step": None, "events": []}
         """After a step: what was decided at each event on results, in order."""
@@ -90,6 +93,11 @@ class SharedTrainerState(FollowsTheScript):
         self._events[event] += 1
         return self._events[event]
 
+    def evaluates(self, name: str, loader: Any) -> None:
+        """Trainer is about to begin a pass over this loader, which it keeps by `name` if its workers stay."""
+        if name in self._evaluated:
+            peers_have_passed(loader)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain data; empty once the Trainer is gone. Raises TypeError for what Trainer could not save either."""
         trainer = self._trainer()
@@ -111,6 +119,7 @@ class SharedTrainerState(FollowsTheScript):
             "best_step": self.best_step,
             "begun": self._begun,
             "decisions": self._decisions,
+            "evaluated": sorted({*self._evaluated, *_evaluated(trainer)}),
             "counted": _counted(trainer),
             "flos": trainer.current_flos,  # an int at 0, which travels as a different tensor from 0.0
         }
@@ -134,6 +143,7 @@ class SharedTrainerState(FollowsTheScript):
         mine = trainer.state
         self.best_step = found.get("best_step")  # none in what an older version has kept
         self._begun = found.get("begun", {})
+        self._evaluated = found.get("evaluated", [])
         self._decisions = copy.deepcopy(found.get("decisions", self._decisions))
         self.arrived_with = json.loads(found["state"])
         for name, value in self.arrived_with.items():
@@ -188,6 +198,12 @@ def _in_json(value: Any, name: str) -> str:
             f"{name} can neither travel to a process that comes back nor be in a checkpoint of Trainer: "
             f"{error}. Make it numbers, texts, lists and dicts"
         ) from None
+
+
+def _evaluated(trainer: Any) -> list[str]:
+    """Of which data this process has begun an evaluation, with workers that stay."""
+    loaders = getattr(trainer, "_eval_dataloaders", {})
+    return [name for name, loader in loaders.items() if passed(loader)]
 
 
 def _counted(trainer: Any) -> str:

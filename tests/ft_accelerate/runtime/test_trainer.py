@@ -277,6 +277,19 @@ def test_a_batch_for_which_numbers_are_drawn_as_it_is_read_is_that_of_a_run_with
         same(report, expected)
 
 
+@enters_the_loop
+@pytest.mark.parametrize("more", [(), ("--evaluate_at_start",)], ids=["missed", "at_start"])
+def test_workers_that_stay_are_made_once_where_one_enters_a_later_epoch(
+    more: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Torch draws a number for them in the first pass over a loader, which the process had missed: that over the
+    evaluation's data, or over the training's. It drew in a later one, and its dropout was another from there on."""
+    options = ("--persistent", *more)
+    found, _ = protected(TRAINER, tmp_path / "ft", *options, kills="1:0:on_step_begin:10")
+    for report, expected in zip(found, plain(TRAINER, tmp_path / "plain", *options), strict=True):
+        same(report, expected)
+
+
 def test_a_hot_spare_takes_over_the_share_of_one_that_is_killed(
     oracle: list[Report], tmp_path: Path
 ) -> None:

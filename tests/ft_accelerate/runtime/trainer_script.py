@@ -294,6 +294,8 @@ def main() -> None:
     parser.add_argument("--await_late", action="store_true")
     parser.add_argument("--masked", action="store_true")
     parser.add_argument("--full_disk", action="store_true")
+    parser.add_argument("--persistent", action="store_true")  # workers, and dropout
+    parser.add_argument("--evaluate_at_start", action="store_true")
     options = parser.parse_args()
     out = Path(options.out)
     torch.manual_seed(0)
@@ -303,7 +305,7 @@ def main() -> None:
         n_embd=32,
         n_layer=1,
         n_head=2,
-        resid_pdrop=0.0,
+        resid_pdrop=0.1 if options.persistent else 0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=0,
@@ -334,6 +336,9 @@ def main() -> None:
         report_to=os.environ.get("TRAINER_REPORT_TO", "none").split(),
         use_cpu=True,
         dataloader_pin_memory=False,
+        dataloader_num_workers=int(options.persistent),
+        dataloader_persistent_workers=options.persistent,
+        eval_on_start=options.evaluate_at_start,
         include_num_input_tokens_seen=options.tokens,
         torch_compile=options.compile,
         torch_compile_backend="eager" if options.compile else None,
