@@ -407,7 +407,7 @@ class Manager:
         *,
         divided_by: int = 1,
     ) -> Future[Tensor]:
-        """Reduce `tensor` (any shape, contiguous) in place over the participants.
+        """Reduce `tensor` (any shape, without gaps between its values) in place over the participants.
 
         Returns a future of the same tensor. It never fails: an error is kept (`errored`), the
         tensor's contents are then undefined, all later calls of the step return at once, and the
@@ -416,6 +416,9 @@ class Manager:
         is done (`mean_divisor`). Several calls may be in flight; all members must make the same
         calls in the same order. `should_quantize`: floating values travel as int8 with a scale for
         each block (SUM and AVG only); all members get the same bits.
+
+        Raises ValueError for a tensor or an operation that no backend takes, before anything is sent,
+        and OutsideStep between two steps.
         """
         return reduction.reduce(
             self.step, tensor, reduce_op, divided_by=divided_by, quantize=should_quantize

@@ -16,7 +16,12 @@ from torch.futures import Future
 
 from ft_core.collectives.quantized import DEFAULT_CODEC, Reduction, reduce_quantized
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
-from ft_core.process_group.work import EndedWork, finish_with, future_for
+from ft_core.process_group.work import (
+    EndedWork,
+    fills_its_memory,
+    finish_with,
+    future_for,
+)
 from ft_core.replica.status import Participation
 from ft_core.step import Step, Waitable
 from lighthouse.waits import in_time
@@ -25,6 +30,11 @@ T = TypeVar("T")
 work_of: Callable[[Future[Tensor]], dist.Work] = torch._C._distributed_c10d._create_work_from_future
 """A future as torch's reducer takes it."""
 REDUCED_ON = ("cpu", "cuda", "meta")
+_REDUCED = frozenset(
+    getattr(torch, name)
+    for name in ["uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+)
+"""With every operation. Others have some: `check_reducible`."""
 _PIECE_VALUES = 4 << 20  # one piece is encoded while another is sent
 
 
@@ -94,6 +104,7 @@ def reduce(
 ) -> Future[Tensor]:
     """See `Manager.allreduce`. Any thread; raises nothing but ValueError and OutsideStep."""
     op, options = resolve(reduce_op)
+    check_reducible(tensor, op)
     if quantize:
         _check_quantizable(tensor, op)
     part = step.take_part()
@@ -121,6 +132,7 @@ def start(
 ) -> AsyncReduce:
     """See `Manager.start_allreduce`. Any thread; raises nothing but ValueError and OutsideStep."""
     op, options = resolve(reduce_op)
+    check_reducible(tensor, op)
     return _start(step, step.take_part(), tensor, op, options, divided_by=divided_by)
 
 
@@ -195,7 +207,8 @@ def _contribute(step: Step, part: Participation, tensor: Tensor, op: str, divide
     """Make `tensor` this member's contribution."""
     # Integers first: for equal ones the factor is 1.
     scale = step.weight * (divided_by / (1 if step.weighted else part.participants))
-    prepare(tensor, op, participating=part.rank is not None, scale=scale)
+    # Detached: a parameter may be reduced as torch reduces it, also where gradients are enabled.
+    prepare(tensor.detach(), op, participating=part.rank is not None, scale=scale)
 
 
 def _ending(
@@ -231,6 +244,30 @@ def _reduce_in_turn(
         reduce_quantized(group, DEFAULT_CODEC, jobs, part)
 
     return step.queue.submit(work, tensor)
+
+
+def check_reducible(tensor: Tensor, op: str) -> None:
+    """Raise ValueError for a tensor that no backend reduces with `op`. A failed collective would cost all members
+    their quorum, in each attempt anew."""
+    if tensor.is_conj() or tensor.is_neg() or not fills_its_memory(tensor):
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and stride {tuple(tensor.stride())} can't be reduced in place: its "
+            "values are not what lies in memory from its first one on; reduce tensor.clone("
+            "memory_format=torch.contiguous_format).resolve_conj().resolve_neg()"
+        )
+    if tensor.is_meta:
+        raise ValueError("a tensor on meta can't be reduced: it has no values")
+    dtype = tensor.dtype
+    fits = dtype in _REDUCED
+    fits = (
+        fits or (dtype == torch.bool and op != "avg") or (dtype.is_complex and op in ("sum", "avg"))
+    )
+    fits = fits or (dtype.is_floating_point and tensor.is_cuda)  # NCCL sums some of eight bits
+    if not fits:
+        raise ValueError(
+            f"reduce_op {op} of {dtype} is not supported by the backends: convert the tensor before, for "
+            "example with tensor.float() or tensor.int()"
+        )
 
 
 def _check_quantizable(tensor: Tensor, op: str) -> None:

@@ -45,12 +45,21 @@ from ft_core.process_group.gloo_sockets import (
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
 from ft_core.process_group.torch_versions import native_or_not, native_reconfigure_available
-from ft_core.process_group.work import PlainWork, copy_of, finish_with, outputs_of, tensors_in
+from ft_core.process_group.work import (
+    PlainWork,
+    copy_of,
+    fills_its_memory,
+    finish_with,
+    outputs_of,
+    tensors_in,
+)
 from lighthouse.own_address import choose_address
 from lighthouse.waits import in_time
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
+_ON_ITS_MEMORY = ("allreduce", "broadcast", "reduce", "scatter")
+"""The collectives that Gloo does in the memory of their tensors, without a look at strides."""
 
 
 class ProcessGroupGloo(ReconfigurableProcessGroup):
@@ -89,6 +98,17 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
     @property
     def capturing(self) -> bool:
         return any(device.capturing() for device in self._staging)
+
+    def _issue_here(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+        if operation in _ON_ITS_MEMORY:
+            for tensor in args[0]:
+                if isinstance(tensor, Tensor) and not fills_its_memory(tensor):
+                    raise ValueError(
+                        f"{operation} of a tensor of shape {tuple(tensor.shape)} and stride "
+                        f"{tuple(tensor.stride())}: Gloo would take memory between its values for them. Pass "
+                        "tensor.contiguous()"
+                    )
+        return super()._issue_here(operation, *args, watched=watched, **kwargs)
 
     def _issue_staged(self, device: CopyDevice, operation: str, *args: Any, **kwargs: Any) -> Work:
         """Through host memory. Raises `UnderCapture` while a graph is captured."""

@@ -109,6 +109,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
+def fills_its_memory(tensor: Tensor) -> bool:
+    """Whether its values lie side by side, in whatever order: a backend takes as many as there are, from its first
+    one on. Of a view with gaps or an expanded one that is other memory."""
+    if tensor.is_sparse or tensor.is_contiguous():
+        return True
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
+
+
 def future_for(tensor: Tensor) -> Future[Any]:
     """A future that may hold `tensor`: torch must know a device that has streams."""
     return Future() if tensor.is_cpu else Future(devices=[tensor.device])

@@ -335,6 +335,23 @@ def test_wrong_arguments_raise_at_the_call(four: list[ProcessGroupGloo]) -> None
     assert sums(four[:2]) == right_sum(2)  # quorum 1 has not suffered
 
 
+@pytest.mark.parametrize("name", ["allreduce", "broadcast", "reduce"])
+def test_a_view_with_gaps_is_refused(four: list[ProcessGroupGloo], name: str) -> None:
+    """Gloo writes to as many values as the view has, from its first one on: to a neighbour's memory."""
+    configure(four[:2], 1)
+    for view in (torch.ones(2, 8)[:, :3], torch.ones(2, 6)[:, ::2], torch.ones(1).expand(5)):
+        with pytest.raises(ValueError, match=f"{name} of a tensor of shape"):
+            getattr(four[0], name)([view])
+    assert sums(four[:2]) == right_sum(2)
+
+    def transposed(rank: int) -> list[list[float]]:
+        tensor = torch.full((3, 2), rank + 1.0).t()
+        four[rank].allreduce([tensor]).wait()
+        return tensor.tolist()
+
+    assert Calls(transposed, range(2)).values() == {0: [[3.0] * 3] * 2, 1: [[3.0] * 3] * 2}
+
+
 def test_what_the_backend_does_not_have_raises_at_the_call(four: list[ProcessGroupGloo]) -> None:
     configure(four[:2], 1)
     tensor = torch.ones(2)
