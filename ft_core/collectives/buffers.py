@@ -122,8 +122,8 @@ class SharedBuffers:
         _copy(self._start.views, self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """The buffers themselves."""
-        return [getattr(owner, name) for owner, name in self._owners]
+        """The buffers themselves; of expanded ones what they hold."""
+        return [own_memory(getattr(owner, name)) for owner, name in self._owners]
 
     def _checked(self) -> list[Tensor]:
         """The same; each has the shape with which it was wrapped: a copy of another would broadcast, or raise."""
@@ -156,8 +156,21 @@ def owned_buffers(
     return owned
 
 
+def own_memory(tensor: Tensor) -> Tensor:
+    """A view of each value of an expanded tensor once: torch writes to no memory that has several names."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 @torch.no_grad()
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
     # `data`: a graph that was built before (of another model's update in this batch) may still run
     # backward, which never reads running statistics that its forward has written.
-    torch._foreach_copy_([t.data for t in to], source)
+    written = [t.data for t in to]
+    if any(t.is_conj() or t.is_neg() for t in written):  # `foreach` does not write to them
+        for target, value in zip(written, source, strict=True):
+            target.copy_(value)
+    else:
+        torch._foreach_copy_(written, source)

@@ -571,6 +571,51 @@ def test_a_discarded_step_leaves_buffers_as_they_were(wrapper: Any) -> None:
         assert history[3][2] == 2
 
 
+class Held(nn.Module):
+    """Its forward writes to a view of its buffer's memory."""
+
+    def __init__(self, memory: Tensor, buffer: Tensor) -> None:
+        super().__init__()
+        self.layer, self.memory = nn.Linear(2, 2), memory
+        self.register_buffer("held", buffer)
+
+    def forward(self, x: Tensor, value: float) -> Tensor:
+        self.memory.fill_(value)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize("kind", ["expanded", "conjugated", "negated", "gaps"])
+def test_buffers_follow_the_first_participant_however_they_lie_in_memory(
+    wrapper: Any, kind: str
+) -> None:
+    """The end of the first step had raised for an expanded one: torch does not write to it."""
+
+    def step(manager: ThreadManager) -> list[Tensor]:
+        real, pairs = torch.zeros(3, 8), torch.zeros(3, dtype=torch.complex64)
+        memory, buffer = {
+            "expanded": (real[:, :1], real[:, :1].expand(3, 4)),
+            "conjugated": (pairs, pairs.conj()),
+            "negated": (pairs.imag, pairs.conj().imag),
+            "gaps": (real, real[:, ::2]),
+        }[kind]
+        net = Held(memory, buffer)
+        model = wrapper(manager, net)
+        found = []
+        for number in range(3):
+            manager.start_quorum()
+            model(torch.ones(1, 2), 10.0 * number + manager.rank + 1).sum().backward()
+            if number == 1 and manager.rank == 1:
+                manager.report_error(RuntimeError("injected"))
+            manager.should_commit()
+            found.append(net.held.clone())
+        return found
+
+    for first, second, third in ThreadQuorum(2).run(step):
+        assert bool((first.abs() == 1).all()) and torch.equal(first, second)
+        assert bool((third.abs() == 21).all())
+
+
 def test_buffers_healed_within_a_discarded_step_stay_healed() -> None:
     """An asynchronous heal loads after forward: the discard must not go back before it."""
     manager = ThreadQuorum(1).members[0]
