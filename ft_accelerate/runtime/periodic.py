@@ -281,6 +281,7 @@ class _Operation:
                 "the replica groups average parameters with different settings or models, this one "
                 f"with {self._settings}: start all of them with the same script and options"
             )
+        self._outer.form.check()
         state = self._outer.state
         deltas = [] if state is None else state.deltas(self.fragment)
         return self._outer.launch(collectives.manager, self.fragment, deltas)

@@ -76,6 +76,11 @@ class OuterOptimizerStep(OuterStep):
     ) -> None:
         check_options(fragment_update_alpha, codec, error_feedback)
         parts = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        if any(isinstance(part, torch.optim.LBFGS) for part in parts):
+            raise ValueError(
+                "LBFGS evaluates its closure several times a step, and the mean of pseudo-gradients is computed once: "
+                "take another outer optimizer"
+            )
         joint: OuterOptimizer = parts[0] if len(parts) == 1 else SeveralOptimizers(parts)
         _check_covers(joint, fragments)
         state = GlobalState(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ft_core.collectives.buffers import owned_buffers
+from ft_core.collectives.buffers import own_memory, owned_buffers
 from ft_core.heal.shardings import Sharding, dtensor_type, local_part
 
 DEFAULT_BUCKET_BYTES = 32 << 20
@@ -173,10 +173,54 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The model's present buffers that a state dict holds, by full name, in order; shared ones once.
 
-    Of DTensors the local parts.
+    Of DTensors the local parts, of expanded ones what they hold.
     """
     owned = owned_buffers(model).items()
-    return {full: local_values(getattr(owner, name)) for full, (owner, name) in owned}
+    buffers = {full: local_values(getattr(owner, name)) for full, (owner, name) in owned}
+    return {full: own_memory(buffer) for full, buffer in buffers.items()}
+
+
+class SentForm:
+    """The names, shapes and dtypes of what travels, as they are now. Members that send other sizes than their peers
+    would end the processes of all."""
+
+    def __init__(self, fragments: Sequence[Fragment], model: nn.Module) -> None:
+        self._fragments, self._model = fragments, model
+        self._parameters, self._buffers = self._now()
+
+    def check(self) -> None:
+        """Raise ValueError if it is another one by now."""
+        parameters, buffers = self._now()
+        if new := sorted(set(buffers) - set(self._buffers)):
+            raise ValueError(
+                f"buffers that the model has got since training began would not be equal in all groups: "
+                f"{', '.join(new)}. Register them before, or with persistent=False; LocalSGD and DiLoCo "
+                "can't prune (torch.nn.utils.prune, Lightning's ModelPruning)"
+            )
+        for kind, then, now in (
+            ("parameter", self._parameters, parameters),
+            ("buffer", self._buffers, buffers),
+        ):
+            for name, form in then.items():
+                if now.get(name) != form:
+                    raise ValueError(
+                        f"{kind} {name!r} was {form} when LocalSGD or DiLoCo was made, and is {now.get(name)} now: "
+                        "it is averaged with that of the other groups, so it must stay what it was. Convert the "
+                        "model before, and register a buffer that changes with persistent=False"
+                    )
+
+    def _now(self) -> tuple[dict[str, str], dict[str, str]]:
+        parameters = {
+            name: _form(local_values(p))
+            for fragment in self._fragments
+            for name, p in zip(fragment.names, fragment.parameters, strict=True)
+        }
+        found = persistent_buffers(self._model).items()
+        return parameters, {name: _form(buffer) for name, buffer in found}
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 def describe(fragments: Sequence[Fragment], model: nn.Module) -> str:

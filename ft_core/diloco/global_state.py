@@ -122,7 +122,7 @@ class GlobalState:
     def restore(self, fragment: Fragment) -> None:
         """Put the global values of a fragment into the model."""
         for name, p in zip(fragment.names, fragment.parameters, strict=True):
-            local_values(p).copy_(self._parameters[name])
+            _put(local_values(p), self._parameters[name])
 
     @torch.no_grad()
     def restore_all(self) -> None:
@@ -151,23 +151,16 @@ class GlobalState:
 
     @torch.no_grad()
     def take_buffers(self) -> None:
-        """The model's present buffers are the global ones. Raises ValueError if it has got others since."""
-        buffers = persistent_buffers(self._model)
-        if new := sorted(set(buffers) - set(self._buffer_copies)):
-            raise ValueError(
-                f"buffers that the model has got since training began would not be equal in all groups: "
-                f"{', '.join(new)}. Register them before, or with persistent=False; LocalSGD and DiLoCo "
-                "can't prune (torch.nn.utils.prune, Lightning's ModelPruning)"
-            )
-        for name, buffer in buffers.items():
+        """The model's present buffers are the global ones."""
+        for name, buffer in persistent_buffers(self._model).items():
             self._buffer_copies[name].copy_(buffer)
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """Put the global buffers into the model."""
-        buffers = persistent_buffers(self._model)
-        for name in buffers.keys() & self._buffer_copies.keys():
-            buffers[name].copy_(self._buffer_copies[name])
+        for name, buffer in persistent_buffers(self._model).items():
+            if name in self._buffer_copies:  # else it is new, and the next outer step is refused
+                _put(buffer, self._buffer_copies[name])
 
     # ------------------------------------------------------------------ heal and checkpoint
 
@@ -214,6 +207,12 @@ class GlobalState:
             )
         for name, tensor in mine.items():
             tensor.copy_(theirs[name])
+
+
+def _put(present: Tensor, value: Tensor) -> None:
+    # Of another shape it is refused, and an error is not to hide that.
+    if present.shape == value.shape:
+        present.copy_(value)
 
 
 def refuse_drifting(manager: Manager, key: str, model: nn.Module, inner: Optimizer) -> None:

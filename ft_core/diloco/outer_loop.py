@@ -131,6 +131,7 @@ class OuterLoop:
             raise RuntimeError(f"this {type(self).__name__} is entered already")
         first = not self._was_current and not self._loaded
         if first:
+            self._outer.form.check()
             self._state.snapshot()  # the model may have been filled since construction
         if first and self.JOINS_AT_ENTRY:
             refuse_drifting(self._manager, self.KEY, self._outer.model, self._inner)
@@ -273,6 +274,7 @@ class OuterLoop:
         """Send the scheduled fragment; `_apply` finds out what became of it. Nothing is sent if this
         member has moved: it is not due there."""
         self._refuse_newcomers()
+        self._outer.form.check()
         manager, bad = self._manager, ""
         if manager.errored() is not None:
             bad = str(manager.errored())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.diloco.fragments import Flat, Fragment, persistent_buffers
+from ft_core.diloco.fragments import Flat, Fragment, SentForm, persistent_buffers
 from ft_core.diloco.global_state import GlobalState
 
 if TYPE_CHECKING:
@@ -184,6 +184,7 @@ class OuterStep(ABC):
 
     Attributes:
         encodes: whether values travel by a codec.
+        form: of what travels. A driver checks it before an outer step's first computation.
 
     Args:
         model: its persistent buffers travel with the last fragment, once a window.
@@ -205,6 +206,7 @@ class OuterStep(ABC):
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         self.model, self.fragments, self.state = model, list(fragments), state
         self.bucket_bytes = bucket_bytes
+        self.form = SentForm(self.fragments, model)
         self.stats = OuterStats()
         self.encodes = False
 

@@ -468,3 +468,102 @@ def test_parameters_that_came_later_are_refused_when_they_were_to_be_sent(
                     step()
         finally:
             manager.shutdown()
+
+
+class WithBuffer(nn.Linear):
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("held", buffer)
+
+
+def backward_all(model: nn.Module, number: int, inner: int) -> None:
+    model.zero_grad()
+    torch.stack([p.sum() for p in model.parameters()]).sum().backward()
+
+
+def _other(model: Any, what: str) -> None:
+    if what == "dtype":
+        model.bfloat16()
+    elif what == "shape":
+        model.weight.data = torch.ones(2, 5)
+    elif what == "gone":
+        model.held = None
+    else:
+        model.held = torch.ones(9)
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize("what", ["dtype", "shape", "buffer", "gone"])
+def test_what_changes_its_form_in_one_member_is_refused_and_the_other_goes_on(
+    kind: Any, what: str
+) -> None:
+    """Gloo ended all processes for a buffer of another size, or all waited for ever."""
+    changes = {"buffer": "held", "gone": "held"}.get(what, "weight")
+
+    def script(one: Trainer) -> None:
+        for inner in range(16):
+            if one.number == 1 and inner == 3:
+                _other(one.model, what)
+                one.optimizer.state.clear()  # or its moments would not fit
+            one.inner_step()
+
+    def train(one: Trainer) -> str:
+        try:
+            one.run(script)
+        except ValueError as error:
+            return str(error)
+        return f"{one.loop.stats.committed >= 2}"
+
+    with lighthouse(all_join=True) as server:
+        both = [
+            Trainer(
+                server.address(),
+                i,
+                kind,
+                expected=2,
+                model=WithBuffer(torch.ones(2)),
+                backward=backward_all,
+            )
+            for i in (0, 1)
+        ]
+        zero, one = replicas(lambda: train(both[0]), lambda: train(both[1]))
+    assert zero == "True"
+    assert one.split()[1] == f"'{changes}'" and "must stay what it was" in one
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_expanded_buffers_are_averaged(kind: Any, dtype: Any) -> None:
+    """The first outer step had raised: torch does not write to expanded tensors."""
+
+    def script(one: Trainer) -> None:
+        held: Any = one.model.held
+        held[:, 0].copy_(torch.tensor([2 * one.number, 4]))
+        for _ in range(4):
+            one.inner_step()
+
+    with lighthouse(all_join=True) as server:
+        both = [
+            Trainer(
+                server.address(),
+                i,
+                kind,
+                expected=2,
+                model=WithBuffer(torch.zeros(2, 1, dtype=dtype).expand(2, 5)),
+                backward=backward_all,
+            )
+            for i in (0, 1)
+        ]
+        replicas(lambda: both[0].run(script), lambda: both[1].run(script))
+    first = 1 if dtype.is_floating_point else 0
+    for each in both:
+        assert each.model.held.tolist() == [[first] * 5, [4] * 5]
+
+
+def test_lbfgs_is_no_outer_optimizer() -> None:
+    """It was a TypeError in the first outer step, which was committed."""
+    model = network()
+    manager = Manager(ProcessGroupDummy(), rank=0, world_size=1)
+    with pytest.raises(ValueError, match="take another outer optimizer"):
+        DiLoCo(manager, model, inner_optimizer(model), torch.optim.LBFGS(model.parameters()), 4)
+    manager.shutdown()
