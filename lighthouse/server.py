@@ -14,6 +14,7 @@ than a reconnect.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -127,9 +128,15 @@ class LighthouseServer:
         self.config = _config(config, min_replicas, join_timeout_ms)
         endpoint = normalize_address(bind, to_connect=False)
         self._on_note = on_note or self._log_note
+        with contextlib.ExitStack() as undo:  # no thread or descriptor may be left
+            self._open(endpoint, state_file, undo)
+            undo.pop_all()
+
+    def _open(self, endpoint: str, state_file: Path | None, undo: contextlib.ExitStack) -> None:
         self._journal = None
         if state_file is not None:
             self._journal = Journal(Path(state_file), max_jobs=self.config.max_jobs)
+            undo.callback(self._journal.close)
         remembered = self._journal.remembered if self._journal else None
         self._machine = Lighthouse(
             self.config,
@@ -139,20 +146,17 @@ class LighthouseServer:
         )
         raise_descriptor_limit()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            self._endpoint = Endpoint(
-                self._context,
-                endpoint,
-                self.config.timeouts,
-                service=SERVICE,
-                keeps=self._machine.serves,
-            )
-            self._wake_read, self._wake_write = socket.socketpair()
-        except BaseException:
-            self._context.destroy(linger=0)
-            if self._journal is not None:
-                self._journal.close()
-            raise
+        undo.callback(self._context.destroy, linger=0)
+        self._endpoint = Endpoint(
+            self._context,
+            endpoint,
+            self.config.timeouts,
+            service=SERVICE,
+            keeps=self._machine.serves,
+        )
+        self._wake_read, self._wake_write = socket.socketpair()
+        undo.callback(self._wake_read.close)
+        undo.callback(self._wake_write.close)
         self.bound = self._endpoint.address
         """Where it listens, as it was bound: "tcp://0.0.0.0:29510" for all interfaces."""
         self._address = sockets.reachable(self.bound)
@@ -167,6 +171,7 @@ class LighthouseServer:
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
         self._desk = StatusDesk(self._machine.statuses, self._server_status, self._wake)
+        undo.callback(self._desk.close)
         self._thread = threading.Thread(target=self._run, name="lighthouse", daemon=True)
         self._thread.start()
 

@@ -84,6 +84,8 @@ class GroupServer:
         lighthouse, replica_id, timeouts: as for a `Connection`.
         on_silence: called, in this thread, when the lighthouse has been silent for the heartbeat timeout, with
             the seconds that it has left to answer.
+
+    Raises what the system does where it has no thread, port or descriptor left; nothing stays open then.
     """
 
     def __init__(
@@ -100,8 +102,24 @@ class GroupServer:
         self._size = group_world_size
         self._timeouts, self._on_silence = timeouts, on_silence
         self._lighthouse = lighthouse
+        self._ranks: dict[Peer, Peer] = {}  # the machine's name of a rank: its connection
+        self._job = JobKey()
+        self._away_since: float | None = time.monotonic()
+        self._overdue = Overdue()
+        self._told_of_silence = True  # until it has answered once: ranks say it at their start
         self._context: zmq.Context[Any] = zmq.Context()
-        identity = new_identity(replica_id)
+        with contextlib.ExitStack() as undo:  # no thread or descriptor may be left
+            undo.callback(self._context.destroy, linger=0)
+            self._open(host, new_identity(replica_id), replica_id)
+            self._wake_read, self._wake_write = socket.socketpair()
+            undo.callback(self._wake_read.close)
+            undo.callback(self._wake_write.close)
+            self._thread = threading.Thread(target=self._run, name="ft-group", daemon=True)
+            self._thread.start()
+            undo.pop_all()
+
+    def _open(self, host: str, identity: bytes, replica_id: str) -> None:
+        timeouts = self._timeouts
         self._endpoint = Endpoint(
             self._context,
             f"tcp://{bracketed(host)}:0",
@@ -109,23 +127,15 @@ class GroupServer:
             service=_SERVICE,
             admits=self._admits,
             # Ranks read, or are gone after `IN_GROUP_SILENCE_S`.
-            limits=ServerLimits(queued=0, strangers=MOST_STRANGERS + group_world_size),
+            limits=ServerLimits(queued=0, strangers=MOST_STRANGERS + self._size),
         )
         self.leader = Leader(self._endpoint.address, replica_id, identity.decode())
         self._upstream = Connection(
-            lighthouse,
+            self._lighthouse,
             identity=identity,
             timeouts=timeouts,
             context=self._context,
         )
-        self._ranks: dict[Peer, Peer] = {}  # the machine's name of a rank: its connection
-        self._job = JobKey()
-        self._away_since: float | None = time.monotonic()
-        self._overdue = Overdue()
-        self._told_of_silence = True  # until it has answered once: ranks say it at their start
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, name="ft-group", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Stop; queued messages to ranks and lighthouse have a second to be sent. Any thread. Idempotent."""

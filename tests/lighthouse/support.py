@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import pytest
 import zmq
 
 from lighthouse.client import SERVICE, Connection
@@ -57,8 +63,8 @@ class Player:
         self._join: Join | None = None
         self.quorum: Quorum | None = None
         self._poller = zmq.Poller()
-        for socket in self.connection.sockets:
-            self._poller.register(socket, zmq.POLLIN)
+        for each in self.connection.sockets:
+            self._poller.register(each, zmq.POLLIN)
 
     def say(self, message: Request) -> None:
         assert self.connection.send(message)
@@ -195,3 +201,30 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+@contextmanager
+def refused_a(what: str, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Once an endpoint is bound, no "thread" is started, or no "descriptor" is left for a pair of sockets. The addresses
+    of the endpoints."""
+    opened: list[str] = []
+    bind, start = Endpoint.__init__, threading.Thread.start
+
+    def note(endpoint: Endpoint, *args: Any, **options: Any) -> None:
+        bind(endpoint, *args, **options)
+        opened.append(endpoint.address)
+
+    def start_none(thread: threading.Thread) -> None:
+        if opened:
+            raise RuntimeError("no more")
+        start(thread)
+
+    def no_pair(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "no more")
+
+    patch.setattr(Endpoint, "__init__", note)
+    if what == "thread":
+        patch.setattr(threading.Thread, "start", start_none)
+    else:
+        patch.setattr(socket, "socketpair", no_pair)
+    yield opened

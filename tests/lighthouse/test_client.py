@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from lighthouse.sockets import (
 from lighthouse.wire import codec
 from lighthouse.wire.messages import Declared, DeclareDead, StatusRequest
 from tests.harness.waiting import PATIENCE_S
-from tests.lighthouse.support import FAST, await_frame
+from tests.lighthouse.support import FAST, await_frame, refused_a
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,19 @@ def test_an_absent_lighthouse_is_one_sentence() -> None:
     with LighthouseClient(address, timeout_s=0.3) as client:
         with pytest.raises(LighthouseUnavailable, match=r"within 0\.3 s.*check that one runs"):
             client.status()
+
+
+@pytest.mark.parametrize("lacks", ["thread", "descriptor"])
+def test_a_lighthouse_that_can_not_be_started_leaves_no_port_open(
+    lacks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Members would have connected, and waited for an answer; and no other could have its state file."""
+    with monkeypatch.context() as patch, refused_a(lacks, patch) as opened:
+        with pytest.raises((RuntimeError, OSError), match="no more"):
+            LighthouseServer(state_file=tmp_path / "state")
+    (address,) = opened
+    with LighthouseServer(address, state_file=tmp_path / "state") as server:
+        assert server.status()["jobs"] == []
 
 
 def test_a_client_waits_for_a_lighthouse_that_comes_later() -> None:

@@ -24,7 +24,7 @@ from lighthouse.server import LighthouseServer
 from lighthouse.wire.messages import JobKey, Join, Leave, Quorum, Waiting
 from tests.harness.strangers import crowd
 from tests.harness.waiting import PATIENCE_S, until
-from tests.lighthouse.support import FAST
+from tests.lighthouse.support import FAST, refused_a
 from tests.lighthouse.test_strangers import STRAY
 
 JOB = JobKey("job", "room")
@@ -42,6 +42,26 @@ def group() -> Iterator[GroupServer]:
         )
         yield server
         server.close()
+
+
+@pytest.mark.parametrize("lacks", ["thread", "descriptor"])
+def test_a_leader_that_can_not_be_started_leaves_no_port_open(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks would have connected, and waited for an answer."""
+    with LighthouseServer(config=LighthouseConfig(timeouts=FAST)) as lighthouse:
+        with monkeypatch.context() as patch, refused_a(lacks, patch) as opened:
+            with pytest.raises((RuntimeError, OSError), match="no more"):
+                GroupServer(
+                    2,
+                    host="127.0.0.1",
+                    lighthouse=lighthouse.address(),
+                    replica_id="g-1",
+                    timeouts=FAST,
+                )
+        (address,) = opened
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(split_address(address), PATIENCE_S)
 
 
 @pytest.fixture
