@@ -98,7 +98,14 @@ def _fork(given: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         return 0
     write_out(sys.stdout)
     write_out(sys.stderr)
-    pid = os.fork()
+    # The new process has this one's handlers until `_set_signals`: what comes before waits for its own.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if pid == 0:
         raise _Again(order)
     return pid

@@ -564,6 +564,34 @@ def test_the_ranks_of_a_group_are_forked_too(bench: Bench) -> None:
         assert life == (warm, said)
 
 
+TOLD_TOO_EARLY = """
+import os, signal, sys
+from ft_core.launch.warm import replacement
+
+if len(sys.argv) > 1:
+    print("it goes on", flush=True)
+    sys.exit(0)
+
+take = replacement._take
+
+def told_to_end(*given):
+    os.kill(os.getpid(), signal.SIGTERM)
+    take(*given)
+
+replacement._take = told_to_end
+signal.signal(signal.SIGTERM, lambda *seen: print("the parent's handler", flush=True))
+rank = replacement.spawn([sys.executable, __file__, "rank"], env=os.environ, pass_fds=())
+print(rank.warm, rank.wait(), signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)
+"""
+
+
+def test_a_signal_that_comes_while_a_rank_is_forked_is_the_ranks_own(bench: Bench) -> None:
+    """Its parent's handler had it, in the new process: that went on."""
+    bench.teach()
+    code, out, errors = bench.run(bench.script(TOLD_TOO_EARLY), warm=True)
+    assert (code, out.splitlines(), errors) == (0, ["True -15 set()"], "")
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_supervisor_forks_what_it_starts_again(tmp_path: Path, fails: bool) -> None:
     """But for one that failed when it was forked."""
