@@ -126,9 +126,14 @@ def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
     If the step fails, the result is undefined, and is discarded with the step.
     """
     op = operation(reduce_op)
-    flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+    flat = _plain(tensor)
     manager.allreduce(flat, reduce_op=op).wait()
     return flat
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy whose memory holds just its values, in order."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def gather_in_step(manager: Manager, tensor: Tensor, row: int, rows: int) -> Tensor:
@@ -138,7 +143,7 @@ def gather_in_step(manager: Manager, tensor: Tensor, row: int, rows: int) -> Ten
     All must pass tensors of one shape. They travel as a sum of bytes, to which each member adds its own.
     """
     manager.bind()  # the participants are fixed from here on
-    mine = tensor.detach().contiguous()
+    mine = _plain(tensor.detach())
     wire = torch.zeros(
         (max(manager.num_participants(), 1), _ROW_BYTES + mine.nbytes),
         dtype=torch.uint8,
