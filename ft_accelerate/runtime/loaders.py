@@ -203,7 +203,7 @@ class _Pass:
         sampler = index_sampler(loader)
         self._draw_as_peers(sampler)
         if skip and sampler is None:
-            return _later(self._original(loader), skip)
+            return _drawn(_later(self._original(loader), skip), own)
         if skip and sampler is not None:
             sampler._ft_skip = skip
         reads_here = not (loader.base_dataloader.num_workers or lent)

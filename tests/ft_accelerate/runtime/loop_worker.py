@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "samples": 152,
     "evaluated": 50,  # of these samples
     "streams": False,  # the evaluation reads a stream
+    "trains_on_stream": False,
     "alone": False,  # it is the main process's alone, without operations
     "batch_size": 4,
     "accumulate": 1,
@@ -173,6 +174,9 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
         order = SubsetRandomSampler(range(len(train)), own)
     workers = {"num_workers": options["workers"]}
     more = {"persistent_workers": True, "generator": own} if options["persistent"] else {}
+    if options["trains_on_stream"]:
+        loader = DataLoader(SizedStream(train), options["batch_size"], **workers)
+        return loader, DataLoader(evaluated, 8, **workers)
     return (
         DataLoader(train, options["batch_size"], sampler=order, **workers, **more),
         DataLoader(evaluated, 8, **workers),
@@ -187,6 +191,11 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self.samples[index] for index in range(len(self.samples)))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return len(self.samples)
 
 
 class LoopLog(Log):

@@ -163,6 +163,21 @@ def test_a_stateful_loader_draws_as_without_us(
     assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
 
 
+def test_random_numbers_behind_a_stream_that_is_read_again_are_those_without_faults(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Torch draws a number where the reading begins. A process that came back into a pass drew one more than its
+    peers, and its dropout was another from there on."""
+    options = {"dropout": 0.3, "norm": False, "trains_on_stream": True, "epochs": 3}
+    both = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    plain = plain_run(tmp_path, **options)
+    with running(tmp_path / "ft", lighthouse, holds=["step-12"], **options) as run:
+        zero, one = (run.start(index, **both) for index in (0, 1))
+        one = run.killed_and_back(one, 1, hold="step-12", of=0, **both)
+        run.wait(zero, one)
+    assert {run.end(index)["digest"] for index in (0, 1)} == {plain.end(0)["digest"]}
+
+
 @pytest.mark.parametrize(
     ("more", "hold"),
     [({}, "step-12"), ({"accumulate": 2}, "step-10"), ({"gather_loss": True}, "loss-21")],
