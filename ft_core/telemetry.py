@@ -87,6 +87,16 @@ class DiscardsTold:
                 )
 
 
+def event_log(path: str, name: str) -> JsonlSink:
+    """The sink of FT_EVENT_LOG: `path` is its value, `name` that of this replica group. Raises ValueError."""
+    try:
+        return JsonlSink(Path(path), name=name)
+    except OSError as error:
+        raise ValueError(
+            f"FT_EVENT_LOG={path} can't be written ({error.strerror}): let it name a file, in a folder that is there"
+        ) from None
+
+
 class JsonlSink:
     """Appends events to the file `path` as JSON, one a line, with `common` in each. Any thread.
 

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ft_accelerate.options import FaultTolerancePlugin
@@ -58,7 +57,7 @@ from ft_core.launch.ending import Sigterm, end_at_once, unless_forked
 from ft_core.launch.restarts import OVER_EXIT_CODE
 from ft_core.launch.supervisor import after, age_s, die_with
 from ft_core.manager import Manager
-from ft_core.telemetry import JsonlSink
+from ft_core.telemetry import event_log
 from lighthouse.errors import TooFewLeft, TrainingOver
 
 log = logging.getLogger("ft_accelerate")
@@ -127,7 +126,7 @@ class Runtime:
         self._headers = GradientHeaders(kept_apart=False)
         self._sigterm = Sigterm(self._is_waiting)
         log_to = place.event_log
-        self._sink = JsonlSink(Path(log_to), name=str(ranks.number)) if log_to else None
+        self._sink = event_log(log_to, str(ranks.number)) if log_to else None
         if supervision.pid:
             die_with(supervision.pid)
         atexit.register(self._exit_hook)

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,7 +29,7 @@ from ft_core.launch.supervisor import say
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.shell.intra_group import IntraGroup
-from ft_core.telemetry import JsonlSink
+from ft_core.telemetry import JsonlSink, event_log
 from ft_lightning.shared import trainings
 from ft_lightning.shared.launch_env import ENV_DEVICE, LaunchEnv
 from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
@@ -515,7 +514,7 @@ class StrategyBase(_Base):
         assert job is not None
         manager = Manager.from_options(process_group_for(self.root_device, job.timeout_s), job)
         if scope.event_log and scope.group_rank == 0:
-            self._sink = JsonlSink(Path(scope.event_log), name=scope.name)
+            self._sink = event_log(scope.event_log, scope.name)
             manager.telemetry.add_sink(self._sink)
         manager.register_schema("replica groups", str(scope.num_groups))
         manager.register_schema("processes a replica group", str(scope.group_size))

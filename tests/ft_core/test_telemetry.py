@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ft_core.telemetry
-from ft_core.telemetry import COMMIT, DISCARD, DiscardsTold, Telemetry
+from ft_core.telemetry import COMMIT, DISCARD, DiscardsTold, Telemetry, event_log
 
 PACKAGES = ("ft_core", "ft_lightning", "ft_accelerate")
 ROOT = Path(ft_core.telemetry.__file__).parents[1]
@@ -47,3 +47,11 @@ def test_a_step_that_is_discarded_again_and_again_is_told(caplog: pytest.LogCapt
     assert [r.getMessage() for r in caplog.records] == [
         "replica group a: step 7 was discarded 3 times in a row: no disk"
     ]
+
+
+@pytest.mark.parametrize("place", ["", "missing/events"])
+def test_an_event_log_that_cannot_be_written_is_one_sentence(tmp_path: Path, place: str) -> None:
+    """A folder, as other tools want one; a file in a folder that is not there."""
+    path = str(tmp_path / place)
+    with pytest.raises(ValueError, match=f"^FT_EVENT_LOG={path} can't be written .*a file"):
+        event_log(path, "0")
