@@ -164,7 +164,8 @@ class HealServer:
         self._retired: OrderedDict[HealKey, str] = OrderedDict()
         self._withheld: tuple[HealKey, str] | None = None
         self._readers: dict[Peer, Reader] = {}
-        self._away: list[Reader] = []  # of this version, without a connection
+        self._away: list[Reader] = []  # of this version; they have lost their connections
+        self._back = 0  # how many have opened it since: it isn't known which of those that is
         self._stats = ServerStats()
         self._expected_targets = 0
         self._finished_targets = 0
@@ -306,7 +307,8 @@ class HealServer:
         with self._lock:
             readers = [r for r in self._readers.values() if r.publication is publication]
             readers += self._away
-            awaited = self._expected_targets - self._finished_targets - len(readers)
+            came = self._finished_targets + len(readers) - self._back
+            awaited = self._expected_targets - came
             waiting = any(map(self._is_for, self._readers.values()))
         if awaited > 0 or waiting:
             needed = set(publication.live)
@@ -336,11 +338,16 @@ class HealServer:
         """What is published, which is not from here on; `_lock` is held."""
         publication, self._publication = self._publication, None
         if publication is not None:
-            self._away.clear()
+            self._forget_away()
             self._retired[publication.key] = reason
             while len(self._retired) > _MAX_RETIRED:
                 self._retired.popitem(last=False)
         return publication
+
+    def _forget_away(self) -> None:
+        """`_lock` is held."""
+        self._away.clear()
+        self._back = 0
 
     def close(self) -> None:
         """End the thread, close the socket, free the memory. Idempotent. Training thread."""
@@ -463,7 +470,7 @@ class HealServer:
     def _hang_up(self, dry: bool) -> None:
         """Free the places of readers whose connections have ended.
 
-        What such a reader still lacks is kept for it until the version is retired: it may be back.
+        What such a reader still lacks is kept for it until the version is retired, or all are back.
         """
         for peer in self._endpoint.take_lost(dry):
             with self._lock:
@@ -510,7 +517,9 @@ class HealServer:
                     bool(self._identity) and request.host == self._identity,
                 )
                 if self._away and self._readers[identity].key == self._away[-1].key:
-                    self._away.pop()
+                    self._back += 1
+                    if self._back == len(self._away):  # all of them are
+                        self._forget_away()
                 self._count(opened=1)
             else:
                 self._count(refused=1)

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -16,11 +18,14 @@ import zmq
 from ft_core.config import JobOptions
 from ft_core.heal import NEXT, HealDenied, HealError, HealKey, HealProgress, HealServer, bulk, fetch
 from ft_core.heal import protocol as wire
+from ft_core.heal.protocol import Chunk
+from ft_core.heal.same_host import host_identity
+from ft_core.heal.snapshot import Outlet
 from ft_core.heal.target import DEFAULT_CHUNK_BYTES
 from ft_core.heal.transfer_plan import WINDOW
 from ft_core.heal.transport import HealAddress, reading_socket, serving_endpoint
 from ft_core.launch.rank_group import free_port
-from tests.ft_core.heal.support import KEY, FaultyLink, same, soon, state
+from tests.ft_core.heal.support import KEY, FaultyLink, raw, same, soon, state
 from tests.harness.waiting import PATIENCE_S, until
 from tests.lighthouse.support import await_frame
 
@@ -718,6 +723,36 @@ def test_a_reader_of_the_last_version_that_ends_late_is_not_taken_for_one_of_thi
     until(lambda: server.stats().finished == 1, "its end to be read")
     server.freeze()
     assert same(fetch([server.address], key, deadline=soon())[0], state(12))
+
+
+def test_one_that_comes_back_does_not_count_for_another(make_server: MakeServer) -> None:
+    """Two targets lose their connections; it isn't known which of them is the first to be back."""
+    tree, server = {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(3)}, make_server()
+    server.publish(KEY, tree, copy=False, expected_targets=2)
+    address, host = HealAddress.parse(server.address), host_identity()
+    opening = wire.requests.encode(wire.Open("", *astuple(KEY), 4 << 20, PATIENCE_S, host))
+    with zmq.Context() as context, ExitStack() as stack:
+
+        def opened(lacks: int) -> zmq.Socket[bytes]:
+            """A target that lacks one chunk."""
+            reader = stack.enter_context(reading_socket(context, address))
+            reader.connect(address.where)
+            reader.send(opening)
+            reader.recv_multipart()
+            reader.send(wire.requests.encode(wire.Confirm((), (lacks, lacks + 1))))
+            reader.recv()
+            return reader
+
+        readers = [opened(lacks) for lacks in (0, 2)]
+        for number, reader in enumerate(readers):
+            reader.close()
+            until(lambda gone=number + 1: len(server._away) == gone)  # type: ignore[misc]
+        opened(0)
+        server.freeze()
+        tree["w2"].zero_()
+        kept = server._publication.read(Chunk(8 << 20, 4 << 20), Outlet())  # type: ignore[union-attr]
+        assert kept is not None
+        assert b"".join(kept.parts) == raw(torch.full((1 << 20,), 2.0))
 
 
 def _set_at_its_end(seen: HealProgress, ends: threading.Event) -> None:
