@@ -8,7 +8,7 @@ gives up while the others still configure.
 
 No connection is accepted outside a rendezvous: a member that comes early waits in the kernel's
 backlog. A hello of an older quorum is rejected; one of a newer quorum is kept for the next
-rendezvous.
+rendezvous, as is the end of its connection.
 
 A member that can't be connected to is *missed*, as is one whose address leads to something else. One
 that is slow, or does not come, is not (`dialing` says how the two are told apart). If the backends do
@@ -526,6 +526,10 @@ class Rendezvous:
 
     def _on_end(self, connection: _Connection) -> None:
         peer = connection.peer
+        if peer is None and connection.hello is not None:
+            # Of a newer quorum, whose rendezvous is to learn that this member has given it up.
+            self._selector.unregister(connection.socket)
+            return
         if peer is not None and not connection.done:
             if connection.hello is None:  # something in between, or a process that has just died
                 self._missed.add(peer)

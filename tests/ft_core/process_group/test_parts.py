@@ -195,6 +195,31 @@ def test_what_has_come_before_the_deadline_is_in_time(
     both[1].finish()
 
 
+def test_one_that_gives_a_newer_quorum_up_while_an_older_one_is_made_is_not_waited_for(
+    listeners: list[Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its notice comes before the rendezvous for which it is."""
+    addresses = [listener.address for listener in listeners]
+    ended, on_end = threading.Event(), Rendezvous._on_end
+
+    def tell(self: Rendezvous, connection: Any) -> None:
+        on_end(self, connection)
+        ended.set()
+
+    monkeypatch.setattr(Rendezvous, "_on_end", tell)
+    older = Rendezvous(listeners[1], 1, 1, addresses, b"")
+    with socket.create_connection(("127.0.0.1", listeners[1].address.port)) as other:
+        hello = Hello(2, members_digest(addresses), 0, 2, listeners[1].address.cookie, b"")
+        other.sendall(to_frame(hello))
+    older.pump(ended.is_set, time.monotonic() + PATIENCE_S)
+    older.close()
+    newer = Rendezvous(listeners[1], 2, 1, addresses, b"")
+    with pytest.raises(ProcessGroupError, match="died or gave up"):
+        newer.gather(time.monotonic() + PATIENCE_S)
+        newer.pump(lambda: False, time.monotonic() + PATIENCE_S)
+    newer.close()
+
+
 class _Tap(dist.Store):
     """A store for one rank that lets a test look at what Gloo publishes, while it publishes."""
 
