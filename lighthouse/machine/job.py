@@ -144,14 +144,14 @@ class JobState:
             self._wake_at = now
         elif self._history.leaves(message):
             self._on_leave(message, now)
-        return self._take_effects()
+        return self._take_effects(now)
 
     def death_notice(self, peer: Peer, notice: DeathNotice, now: float) -> list[Effect]:
         """A watcher says that the process of a replica group is dead."""
         if self._speaks_for(peer, notice.replica_id):
             self._forget(notice.replica_id, now, notice)
             self._remove(notice.replica_id, notice.cause or "process died", now)
-        return self._take_effects()
+        return self._take_effects(now)
 
     def alive(self, group: str) -> str:
         """The process of the replica group (or the process) `group` that is here; empty: none is."""
@@ -166,7 +166,7 @@ class JobState:
         self._history.declare_dead(self._members, group)
         self._wake_at = now
         self._effects.append(Note(self.key, f"{group} was declared dead"))
-        return self._take_effects()
+        return self._take_effects(now)
 
     def _speaks_for(self, peer: Peer, replica_id: str) -> bool:
         """Whether `peer` may say something about `replica_id`: only its own process, and that
@@ -188,7 +188,7 @@ class JobState:
         """`replica_id` can't be reached; it may come back."""
         self._forget(replica_id, now)
         self._remove(replica_id, cause, now)
-        return self._take_effects()
+        return self._take_effects(now)
 
     def expire(self, now: float) -> list[Effect]:
         """Time has reached `deadline()`."""
@@ -199,11 +199,12 @@ class JobState:
             for asked, other in self._forming.ask_pairs(now):
                 self._send(asked.peer, ReachQuery(self.key, (other.entry(healing=False),)))
             self._wake_at = now
+        self._let_in(now)
         for late in self._newcomers.expired(now):
             self._send(late.peer, Refused(self.key, duplicate_name(late.join.name)))
         if self._live is None and self._wake_at is not None and now >= self._wake_at:
             self._form_and_announce(now)
-        return self._take_effects()
+        return self._take_effects(now)
 
     def deadline(self) -> float | None:
         """When `expire` wants to be called; None: not before another event."""
@@ -225,7 +226,8 @@ class JobState:
         """Whether every member has left."""
         return not (self._members.by_id or self._newcomers)
 
-    def _take_effects(self) -> list[Effect]:
+    def _take_effects(self, now: float) -> list[Effect]:
+        self._let_in(now)
         effects, self._effects = self._effects, []
         return effects
 
@@ -480,11 +482,10 @@ class JobState:
             self._members.take(replica_id)
             if live is None:
                 self._wake_at = now  # check once for all members that go at this moment
-        self._resolve_conflict(member.name, now)
 
-    def _resolve_conflict(self, name: str, now: float) -> None:
-        """`name` is free: the newcomer that was held back joins."""
-        if (newcomer := self._newcomers.take_over(name)) is not None:
+    def _let_in(self, now: float) -> None:
+        """Newcomers that were held back for names that are free by now join, whatever has freed these."""
+        while (newcomer := self._newcomers.take_over(self._members.names)) is not None:
             self._on_join(newcomer.peer, newcomer.join, now)
 
     def _evict_laggards(self, live: Ballot, now: float) -> None:
@@ -667,8 +668,9 @@ class JobState:
         """Assert every invariant. O(members)."""
         self._members.check()
         all_members = self._members.by_id
-        for replica_id in self._newcomers.held_back:
+        for replica_id, newcomer in self._newcomers.held_back.items():
             assert replica_id not in all_members, "both member and held back"
+            assert newcomer.join.name in self._members.names, "held back for a name that is free"
         for state in all_members.values():
             assert state.join.promised == self.term, "counted, and not promised"
         live = self._live

@@ -6,7 +6,7 @@ faster than the news of a death. Or it was *offered* the job's term, under which
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from lighthouse.wire.messages import Join, Peer
@@ -72,10 +72,10 @@ class Newcomers:
         """Those that are reached through `peer`."""
         return [replica_id for replica_id in self if self.speaker(replica_id) == peer]
 
-    def take_over(self, name: str) -> HeldBack | None:
-        """The first one that was held back for `name`, which is free: it is held back no longer."""
+    def take_over(self, names: Collection[str]) -> HeldBack | None:
+        """The first one whose name is none of `names`, which are in use: it is held back no longer."""
         for replica_id, held_back in self.held_back.items():
-            if held_back.join.name == name:
+            if held_back.join.name not in names:
                 return self.held_back.pop(replica_id)
         return None
 
