@@ -57,8 +57,8 @@ class Codec(ABC):
         return self._value_bytes(values) + values // self.block * self._scale_dtype.itemsize
 
     def padded(self, values: int) -> int:
-        """The next multiple of `block`."""
-        return -(-values // self.block) * self.block
+        """The next multiple of `block`, which is not 0: tensors without values send a block, too."""
+        return max(1, -(-values // self.block)) * self.block
 
     def encode(self, rows: Tensor) -> Tensor:
         """(r, n) floating -> (r, row_bytes(n)) uint8."""

@@ -72,6 +72,40 @@ def test_manager_allreduce_quantized(op: Any, dtype: torch.dtype) -> None:
     assert torch.equal(found[0], found[2])
 
 
+def test_a_tensor_without_values_costs_no_step() -> None:
+    """A plain all-reduce takes it, too."""
+    with lighthouse() as server:
+
+        def script(replica: Replica, index: int) -> bool:
+            replica.manager.start_quorum()
+            for quantized in (False, True):
+                replica.manager.allreduce(torch.empty(0, 3), should_quantize=quantized).wait()
+            return replica.manager.should_commit()
+
+        assert all_of(members(server.address(), 2), script) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+def test_buckets_without_values(name: str) -> None:
+    codec = codec_named(name)
+
+    def reduce(groups: list[ProcessGroupGloo], rank: int) -> None:
+        part = Participation(1, rank, 2, participants=2, rank=rank, groups=2)
+        jobs = [Reduction(torch.ones(count), torch.zeros(count)) for count in (0, 1)]
+        reduce_quantized(groups[rank], codec, jobs, part)
+        assert [job.bucket.numel() for job in jobs] == [0, 1]
+        assert [job.next_residual.shape for job in jobs if job.next_residual is not None] == [
+            (0,),
+            (1,),
+        ]
+        assert abs(float(jobs[1].bucket) - 2.0) <= 2 * LOSSES[name]
+        reduce_scatter_quantized(groups[rank], codec, torch.empty(0), torch.empty(0), part)
+
+    with gloo_groups(2) as groups:
+        configure(groups, 1)
+        Calls(lambda rank: reduce(groups, rank), range(2)).values()
+
+
 def test_plain_and_quantized_calls_keep_their_order() -> None:
     """A quantized one has two rounds, of which the second starts later, from a thread."""
     with lighthouse() as server:
