@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ft_core.environment import ENV_WARM
 from ft_core.launch.restarts import AWAY_EXIT_CODE
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import NOT_OURS, Run, compare, running
@@ -408,13 +409,13 @@ Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(Borin
 
 
 def test_the_interpreters_options_are_those_of_the_command(tmp_path: Path) -> None:
-    """`python -u -O ... script`: what is printed is seen at once, assertions are off, a warning is an error."""
+    """`python -u -W ... script`: what is printed is seen at once, a warning is an error."""
     script = tmp_path / "script.py"
     script.write_text(
         """
 import os, sys
 if "REPLICA_GROUP_ID" in os.environ:
-    said = [sys.stdout.write_through, sys.flags.optimize, sys.warnoptions, os.environ["PYTHONFAULTHANDLER"]]
+    said = [sys.stdout.write_through, sys.warnoptions, os.environ["PYTHONFAULTHANDLER"]]
     sys.stdout.write(f"{said}\\n")  # one write: two processes without a buffer may share a line
     sys.exit()
 import ft_lightning
@@ -424,21 +425,43 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
 """
     )
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
-    env = {k: v for k, v in env.items() if not k.startswith("PYTHON")}
-    options = ["-u", "-O", "-W", "error::ResourceWarning", "-X", "faulthandler"]
+    options = ["-u", "-W", "error::ResourceWarning", "-X", "faulthandler"]
+    said = python_with([*options, str(script)], tmp_path, {ENV_WARM: "0"})
+    assert said.splitlines() == [str([True, ["error::ResourceWarning"], "1"])] * 2
+
+
+@pytest.mark.parametrize("option", ["-O", "-OO", "-B", "-s", "-P", "-X dev", "-u"])
+def test_each_of_the_interpreters_options_has_a_variable(tmp_path: Path, option: str) -> None:
+    flags = "(sys.flags, sys.stdout.write_through)"
+    inner = f"import sys; print({flags})"
+    outer = f"""
+import os, subprocess, sys
+from ft_lightning.shared.launch_env import interpreter_options
+print({flags}, flush=True)
+env = {{**os.environ, **interpreter_options()}}
+subprocess.run([sys.executable, "-c", {inner!r}], env=env, check=True)
+"""
+    plain = python_with(["-c", inner], tmp_path, {})
+    mine, childs = python_with([*option.split(), "-c", outer], tmp_path, {}).splitlines()
+    assert mine == childs
+    assert mine != plain.strip()
+
+
+def python_with(arguments: list[str], cwd: Path, variables: dict[str, str]) -> str:
+    """What a cold `python ARGUMENTS` prints, with no variable that is an option of its own."""
+    ours = ("FT_", "TORCHFT_", "PL_", "PYTHON")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     done = subprocess.run(
-        [sys.executable, *options, str(script)],
-        env={**env, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
+        [sys.executable, *arguments],
+        env={**env, "PYTHONPATH": str(ROOT), **variables},
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said = [True, 1, ["error::ResourceWarning"], "1"]
-    assert done.stdout.splitlines() == [str(said)] * 2
+    return done.stdout
 
 
 def test_a_restart_loop_ends_when_the_training_is_over(tmp_path: Path) -> None:
