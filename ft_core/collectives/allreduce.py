@@ -16,12 +16,7 @@ from torch.futures import Future
 
 from ft_core.collectives.quantized import DEFAULT_CODEC, Reduction, reduce_quantized
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
-from ft_core.process_group.work import (
-    EndedWork,
-    fills_its_memory,
-    finish_with,
-    future_for,
-)
+from ft_core.process_group.work import EndedWork, fills_its_memory, finish_with, future_for
 from ft_core.replica.status import Participation
 from ft_core.step import Step, Waitable
 from lighthouse.waits import in_time
@@ -258,12 +253,12 @@ def check_reducible(tensor: Tensor, op: str) -> None:
     if tensor.is_meta:
         raise ValueError("a tensor on meta can't be reduced: it has no values")
     dtype = tensor.dtype
-    fits = dtype in _REDUCED
-    fits = (
-        fits or (dtype == torch.bool and op != "avg") or (dtype.is_complex and op in ("sum", "avg"))
-    )
-    fits = fits or (dtype.is_floating_point and tensor.is_cuda)  # NCCL sums some of eight bits
-    if not fits:
+    if not (
+        dtype in _REDUCED
+        or (dtype == torch.bool and op != "avg")
+        or (dtype.is_complex and op in ("sum", "avg"))
+        or (dtype.is_floating_point and tensor.is_cuda)  # NCCL sums some of eight bits
+    ):
         raise ValueError(
             f"reduce_op {op} of {dtype} is not supported by the backends: convert the tensor before, for "
             "example with tensor.float() or tensor.int()"
