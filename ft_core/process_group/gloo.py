@@ -99,16 +99,17 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
     def capturing(self) -> bool:
         return any(device.capturing() for device in self._staging)
 
-    def _issue_here(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+    def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        """Raises ValueError for a tensor that is not all of its memory."""
         if operation in _ON_ITS_MEMORY:
             for tensor in args[0]:
-                if isinstance(tensor, Tensor) and not fills_its_memory(tensor):
+                if isinstance(tensor, Tensor) and tensor.is_cpu and not fills_its_memory(tensor):
                     raise ValueError(
                         f"{operation} of a tensor of shape {tuple(tensor.shape)} and stride "
                         f"{tuple(tensor.stride())}: Gloo would take memory between its values for them. Pass "
                         "tensor.contiguous()"
                     )
-        return super()._issue_here(operation, *args, watched=watched, **kwargs)
+        return super().issue(operation, *args, **kwargs)
 
     def _issue_staged(self, device: CopyDevice, operation: str, *args: Any, **kwargs: Any) -> Work:
         """Through host memory. Raises `UnderCapture` while a graph is captured."""
