@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -481,6 +482,13 @@ def backward_all(model: nn.Module, number: int, inner: int) -> None:
     torch.stack([p.sum() for p in model.parameters()]).sum().backward()
 
 
+def two_with_a_buffer(address: str, kind: Any, buffer: Callable[[], torch.Tensor]) -> list[Trainer]:
+    return [
+        Trainer(address, i, kind, expected=2, model=WithBuffer(buffer()), backward=backward_all)
+        for i in (0, 1)
+    ]
+
+
 def _other(model: Any, what: str) -> None:
     if what == "dtype":
         model.bfloat16()
@@ -515,17 +523,7 @@ def test_what_changes_its_form_in_one_member_is_refused_and_the_other_goes_on(
         return f"{one.loop.stats.committed >= 2}"
 
     with lighthouse(all_join=True) as server:
-        both = [
-            Trainer(
-                server.address(),
-                i,
-                kind,
-                expected=2,
-                model=WithBuffer(torch.ones(2)),
-                backward=backward_all,
-            )
-            for i in (0, 1)
-        ]
+        both = two_with_a_buffer(server.address(), kind, lambda: torch.ones(2))
         zero, one = replicas(lambda: train(both[0]), lambda: train(both[1]))
     assert zero == "True"
     assert one.split()[1] == f"'{changes}'" and "must stay what it was" in one
@@ -543,17 +541,9 @@ def test_expanded_buffers_are_averaged(kind: Any, dtype: Any) -> None:
             one.inner_step()
 
     with lighthouse(all_join=True) as server:
-        both = [
-            Trainer(
-                server.address(),
-                i,
-                kind,
-                expected=2,
-                model=WithBuffer(torch.zeros(2, 1, dtype=dtype).expand(2, 5)),
-                backward=backward_all,
-            )
-            for i in (0, 1)
-        ]
+        both = two_with_a_buffer(
+            server.address(), kind, lambda: torch.zeros(2, 1, dtype=dtype).expand(2, 5)
+        )
         replicas(lambda: both[0].run(script), lambda: both[1].run(script))
     first = 1 if dtype.is_floating_point else 0
     for each in both:
