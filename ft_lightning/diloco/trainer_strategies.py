@@ -145,17 +145,17 @@ class InnerDriver:
                 self._take_pending()
             elif self._stepped:
                 self._inner_step_done()
+            if self.peers_ended:
+                raise StopIteration
+            outcome = self._manager.last_outcome()
+            if outcome is None or outcome is before:
+                return False
+            self.last_committed, self.control = outcome.committed, outcome.control
+            self._on_quorum()  # waits for one, if a peer has died, and gives the state to its next life
+            return True
         finally:
             self._place = None
             self._stepped = False
-        if self.peers_ended:
-            raise StopIteration
-        outcome = self._manager.last_outcome()
-        if outcome is None or outcome is before:
-            return False
-        self.last_committed, self.control = outcome.committed, outcome.control
-        self._on_quorum()
-        return True
 
     def finish(self) -> bool:
         """The last batch is done: agree on the inner steps since the last outer step. Returns
