@@ -98,6 +98,20 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.files.ready()
+        manager = trainer.strategy.manager
+        if self.files.holds and manager is not None:
+            self.hold_in_slots(manager)
+
+    def hold_in_slots(self, manager: Any) -> None:
+        """Places "slot:STEPS", where the slot behind an outer step begins, which may not have its quorum any more."""
+        begin = manager._attempts.begin
+
+        def held(*args: Any, stays: bool = False, **options: Any) -> None:
+            if stays:
+                self.files.at(f"slot:{manager.current_step()}")
+            begin(*args, stays=stays, **options)
+
+        manager._attempts.begin = held
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:

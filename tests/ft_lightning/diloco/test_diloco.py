@@ -363,3 +363,31 @@ def test_the_last_save_outlives_its_leader(tmp_path: Path) -> None:
     assert (tmp_path / "dies").exists(), text
     assert done.returncode == 0, text
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 20
+
+
+@pytest.mark.parametrize("strategy", ["FTDiLoCoStrategy", "FTLocalSGDStrategy"])
+def test_a_peer_dies_right_behind_an_outer_step(
+    tmp_path: Path, lighthouse: str, strategy: str
+) -> None:
+    """As the next slot begins. The others' look at their quorum then waits for another one, with its next life. They
+    denied that the state, and waited for ever."""
+    with running(
+        tmp_path,
+        lighthouse,
+        strategy=strategy,
+        strategy_options={"min_replicas": 2, "sync_every": 5},
+        max_epochs=1,
+        holds=["slot:2"],
+    ) as run:
+        zero, one = run.start(0), run.start(1)
+        for name in (0, 1):
+            run.until_held(name, "slot:2")
+        one.kill()
+        run.wait(one, code=-signal.SIGKILL)
+        run.until(lambda: run.events(0, "revoked") == 1, "replica 0 to hear of the death")
+        run.go("slot:2")
+        again = run.start(1)
+        run.wait(zero, again)
+    ends = [run.end(replica) for replica in (0, 1)]
+    for same in ("digest", "step", "epoch", "val_losses"):
+        assert ends[0][same] == ends[1][same]
