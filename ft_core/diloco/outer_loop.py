@@ -137,6 +137,8 @@ class OuterLoop:
             refuse_drifting(self._manager, self.KEY, self._outer.model, self._inner)
         if not self._open and self.JOINS_AT_ENTRY:
             self._open_slot()
+            while self._moved:  # to where a peer waits, with what is due there
+                self._do_what_is_due()
         self._hook = self._inner.register_step_post_hook(self._after_inner_step)
         return self
 

@@ -93,6 +93,23 @@ def test_a_member_that_takes_a_peers_place_goes_on_from_there(when: str) -> None
         member.close()
 
 
+def test_a_member_that_enters_at_a_peers_place_does_what_is_due_there() -> None:
+    """The peer waits in its outer step for this member, which must not make an inner step first."""
+    with lighthouse() as server:
+        member = Trainer(server.address(), 0, LocalSGD, sync_every=4, keep_windows=True)
+        loop, start = member.loop, member.manager.start_quorum
+
+        def healed(*args: Any, **kwargs: Any) -> None:
+            start(*args, **kwargs)
+            if not member.manager.current_step():
+                loop.local_step = 4  # as a load does, of a state behind a slot's last inner step
+
+        member.manager.start_quorum = healed  # type: ignore[method-assign]
+        with loop:
+            assert (loop.local_step, member.manager.current_step()) == (0, 1)
+        member.close()
+
+
 def test_a_member_that_took_a_peers_place_sends_in_a_sync() -> None:
     """At once, though nothing was due at that place: a peer waits there for what it sends."""
     with lighthouse() as server:
