@@ -113,7 +113,7 @@ class FabricPeriodicMixin(FTFabricMixin):
         """
         if self._entered:
             self._count()
-            if self.algorithm.local_step:
+            if self.algorithm.local_step or self.algorithm.to_sync:
                 self.algorithm.sync()
             if self._manager is not None and self._manager.in_quorum() is not None:
                 self._on_quorum()  # else others have left, and none may come
@@ -214,7 +214,7 @@ class FabricPeriodicMixin(FTFabricMixin):
         state = super()._state()
         del state["models"]
         state["optimizers"] = [o.state_dict()["param_groups"] for o in self._optimizers]
-        state["local_step"] = self.algorithm.local_step
+        state["local_step"], state["to_sync"] = self.algorithm.local_step, self.algorithm.to_sync
         packed: dict[str, Any] = inner_steps.pack(state)
         return packed
 
@@ -229,7 +229,7 @@ class FabricPeriodicMixin(FTFabricMixin):
         ]
         state["models"] = [model.state_dict() for model in self._models]
         super()._take(state)
-        self.algorithm.local_step = state["local_step"]
+        self.algorithm.local_step, self.algorithm.to_sync = state["local_step"], state["to_sync"]
 
 
 class FTFabricLocalSGDMixin(LocalSGDArguments, FabricPeriodicMixin):  # type: ignore[misc]

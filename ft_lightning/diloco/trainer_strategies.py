@@ -166,7 +166,7 @@ class InnerDriver:
         committed = True
         self._place = _Place.END
         try:
-            if self.algorithm.local_step:
+            if self.algorithm.local_step or self.algorithm.to_sync:
                 committed = self.algorithm.sync()
             if self._manager.in_quorum() is not None:  # else others have left, and none may come
                 self._on_quorum()
@@ -210,6 +210,7 @@ class InnerDriver:
                 loops[BATCHES][part]["completed"] += 1
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
         state["place"], state["local_step"] = self._place.value, self.algorithm.local_step
+        state["to_sync"] = self.algorithm.to_sync
         packed: dict[str, Any] = inner_steps.pack(state)
         return packed
 
@@ -221,6 +222,7 @@ class InnerDriver:
         else:
             self._restore(state)
             self.algorithm.local_step = state["local_step"]
+            self.algorithm.to_sync = state["to_sync"]
 
     def _take_pending(self) -> None:
         """Go to the peer's place, at the end of the batch at which it was."""
@@ -233,6 +235,8 @@ class InnerDriver:
             # What was due after the peer's inner step is due here, too.
             self.algorithm.local_step = state["local_step"] - 1
             self._inner_step_done()
+        else:
+            self.algorithm.to_sync = state["to_sync"]
 
     def _restore(self, state: dict[str, Any]) -> None:
         trainer = self._trainer

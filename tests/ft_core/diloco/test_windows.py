@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.diloco.diloco import LocalSGD
+from ft_core.diloco.diloco import DiLoCo, LocalSGD
 from ft_core.diloco.schedule import Windows
 from ft_core.process_group import ProcessGroupError
 from tests.ft_core.diloco.members import Trainer
@@ -121,4 +121,34 @@ def test_a_member_that_took_a_peers_place_sends_in_a_sync() -> None:
             member.loop.local_step = 3  # as a load does, of a state behind the last batch
             assert member.loop.sync(), "the attempt in which it has healed begins anew"
         assert not misses
+        member.close()
+
+
+@pytest.mark.parametrize("left", [1, 0])
+@pytest.mark.parametrize("when", ["slot begins", "fragment is sent again"])
+def test_a_member_that_heals_in_a_sync_makes_what_is_left_of_its_peers(
+    when: str, left: int
+) -> None:
+    with lighthouse() as server:
+        options = {"sync_every": 6, "fragments": 3, "keep_windows": True}
+        member = Trainer(server.address(), 0, DiLoCo, **options)
+        loop, manager = member.loop, member.manager
+        start = manager.start_quorum
+
+        def healed(*args: Any, **kwargs: Any) -> None:
+            start(*args, **kwargs)
+            manager.start_quorum = start  # type: ignore[method-assign]
+            loop.local_step, loop.to_sync = 0, left  # as a load does
+
+        with loop:
+            member.inner_step()
+            manager.start_quorum = healed  # type: ignore[method-assign]
+            if when == "slot begins":
+                manager.rejoin("evicted", discard_state=False)
+                loop._open = False  # as after a vote that discards
+            else:
+                loop._launch()
+                manager.report_error(ProcessGroupError("a peer has died"))
+            assert loop.sync()
+            assert (loop.to_sync, manager.current_step()) == (0, left)
         member.close()

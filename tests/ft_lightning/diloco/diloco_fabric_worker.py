@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning.fabric
+from tests.ft_lightning.diloco.diloco_worker import hold_in_slots
 from tests.ft_lightning.fabric.scheduled import set_up
 from tests.harness.script import Log, digest, options_of, process_name
 
@@ -59,6 +60,8 @@ def run(options: dict[str, Any]) -> None:
     }
     if options["load"]:
         fabric.load(options["load"], saved)
+    if log.holds:
+        hold_in_slots(strategy.manager, log)
     log.ready()
 
     def write() -> None:

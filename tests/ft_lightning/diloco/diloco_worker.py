@@ -80,6 +80,18 @@ class Model(LightningModule):
         ]
 
 
+def hold_in_slots(manager: Any, files: Log) -> None:
+    """Places "slot:STEPS", where the slot behind an outer step begins, which may not have its quorum any more."""
+    begin = manager._attempts.begin
+
+    def held(*args: Any, stays: bool = False, **options: Any) -> None:
+        if stays:
+            files.at(f"slot:{manager.current_step()}")
+        begin(*args, stays=stays, **options)
+
+    manager._attempts.begin = held
+
+
 class Recorder(Callback):
     """Has a state that a heal must bring along; writes a line an outer step."""
 
@@ -100,18 +112,7 @@ class Recorder(Callback):
         self.files.ready()
         manager = trainer.strategy.manager
         if self.files.holds and manager is not None:
-            self.hold_in_slots(manager)
-
-    def hold_in_slots(self, manager: Any) -> None:
-        """Places "slot:STEPS", where the slot behind an outer step begins, which may not have its quorum any more."""
-        begin = manager._attempts.begin
-
-        def held(*args: Any, stays: bool = False, **options: Any) -> None:
-            if stays:
-                self.files.at(f"slot:{manager.current_step()}")
-            begin(*args, stays=stays, **options)
-
-        manager._attempts.begin = held
+            hold_in_slots(manager, self.files)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:

@@ -19,7 +19,7 @@ from tests.ft_lightning import harness
 from tests.ft_lightning.harness import ASKS, Line, Run
 from tests.harness import workers
 from tests.harness.lighthouses import patient_lighthouse
-from tests.harness.runs import ROOT
+from tests.harness.runs import ROOT, Process
 from tests.harness.trackers import in_csv
 
 pytestmark = pytest.mark.process
@@ -379,15 +379,56 @@ def test_a_peer_dies_right_behind_an_outer_step(
         max_epochs=1,
         holds=["slot:2"],
     ) as run:
-        zero, one = run.start(0), run.start(1)
-        for name in (0, 1):
-            run.until_held(name, "slot:2")
-        one.kill()
-        run.wait(one, code=-signal.SIGKILL)
-        run.until(lambda: run.events(0, "revoked") == 1, "replica 0 to hear of the death")
-        run.go("slot:2")
-        again = run.start(1)
-        run.wait(zero, again)
+        die_in_slot(run, run.start(0), run.start(1), "slot:2")
     ends = [run.end(replica) for replica in (0, 1)]
     for same in ("digest", "step", "epoch", "val_losses"):
         assert ends[0][same] == ends[1][same]
+
+
+def die_in_slot(run: Run, zero: Process, one: Process, slot: str) -> None:
+    """Replica 1 is killed where both are held in `slot`, and is started again; both end."""
+    for name in (0, 1):
+        run.until_held(name, slot)
+    revoked = run.events(0, "revoked")
+    one.kill()
+    run.wait(one, code=-signal.SIGKILL)
+    run.until(lambda: run.events(0, "revoked") > revoked, "replica 0 to hear of the death")
+    run.go(slot)
+    run.wait(zero, run.start(1))
+
+
+TWO_OUTER_STEPS = {"min_replicas": 2, "sync_every": 10, "fragments": 2}
+
+
+def test_a_peer_dies_between_the_last_outer_steps(tmp_path: Path, lighthouse: str) -> None:
+    """Its next life makes those that are left: it had made none, and the others waited for ever."""
+    with running(
+        tmp_path, lighthouse, strategy_options=TWO_OUTER_STEPS, max_epochs=1, holds=["slot:4"]
+    ) as run:
+        die_in_slot(run, run.start(0), run.start(1), "slot:4")
+    ends = [run.end(replica) for replica in (0, 1)]
+    for same in ("digest", "step", "epoch", "val_losses"):
+        assert ends[0][same] == ends[1][same]
+
+
+def test_a_fabric_loop_comes_back_at_an_outer_step_and_between_the_last_ones(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """First where its peer waits in an outer step: it made an inner step more before it, here all of the epoch's, so
+    that the peer was alone in what is left for the end. Then it has to make the last one of these."""
+    with harness.running(
+        tmp_path,
+        lighthouse,
+        worker=FABRIC_WORKER,
+        strategy_options=TWO_OUTER_STEPS,
+        epochs=1,
+        samples=128,  # 16 batches of each
+        die=[1, 13],
+        holds=["slot:4"],
+    ) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        die_in_slot(run, zero, run.start(1), "slot:4")
+    lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
+    assert [line["place"] for line in lines[0]] == [line["place"] for line in lines[1]]
+    assert ends[0]["digest"] == ends[1]["digest"]
