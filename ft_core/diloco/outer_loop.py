@@ -195,6 +195,12 @@ class OuterLoop:
         self._give_up_window(why)
 
     @property
+    def in_slot(self) -> bool:
+        """Whether this member is in a quorum in which its slot has begun. False behind an outer step whose quorum has
+        ended: it is in the next one behind its next inner step. Asking that quorum for anything waits only then."""
+        return self._open
+
+    @property
     def local_step(self) -> int:
         """Inner steps since the slot began, with the one that has just ended. While a state is loaded,
         a member that takes its peer's place in the data sets it to the peer's."""

@@ -115,7 +115,7 @@ class FabricPeriodicMixin(FTFabricMixin):
             self._count()
             if self.algorithm.local_step or self.algorithm.to_sync:
                 self.algorithm.sync()
-            if self._manager is not None and self._manager.in_quorum() is not None:
+            if self.algorithm.in_slot:
                 self._on_quorum()  # else others have left, and none may come
             self._exit(None)
 
@@ -176,7 +176,8 @@ class FabricPeriodicMixin(FTFabricMixin):
                 self._count()
                 outcome = self._manager.last_outcome()
                 if outcome is not before:
-                    self._on_quorum()
+                    if self.algorithm.in_slot:  # else behind the next inner step
+                        self._on_quorum()
                     if outcome is not None and outcome.committed:
                         self._held.round_ended()
         finally:

@@ -151,7 +151,10 @@ class InnerDriver:
             if outcome is None or outcome is before:
                 return False
             self.last_committed, self.control = outcome.committed, outcome.control
-            self._on_quorum()  # waits for one, if a peer has died, and gives the state to its next life
+            if (
+                self.algorithm.in_slot
+            ):  # else it is in another quorum, or heals, behind the next inner step
+                self._on_quorum()
             return True
         finally:
             self._place = None
@@ -168,7 +171,7 @@ class InnerDriver:
         try:
             if self.algorithm.local_step or self.algorithm.to_sync:
                 committed = self.algorithm.sync()
-            if self._manager.in_quorum() is not None:  # else others have left, and none may come
+            if self.algorithm.in_slot:  # else others have left, and none may come
                 self._on_quorum()
             self._leave(None)
         finally:

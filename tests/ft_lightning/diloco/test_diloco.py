@@ -369,24 +369,25 @@ def test_the_last_save_outlives_its_leader(tmp_path: Path) -> None:
 def test_a_peer_dies_right_behind_an_outer_step(
     tmp_path: Path, lighthouse: str, strategy: str
 ) -> None:
-    """As the next slot begins. The others' look at their quorum then waits for another one, with its next life. They
-    denied that the state, and waited for ever."""
+    """As the next slot begins. The others go on, and give its next life their state behind an inner step. They had
+    waited for another quorum where they look at theirs, and denied it the state there, for ever."""
     with running(
         tmp_path,
         lighthouse,
         strategy=strategy,
         strategy_options={"min_replicas": 2, "sync_every": 5},
         max_epochs=1,
-        holds=["slot:2"],
+        holds=["slot:2", "step:10"],
     ) as run:
-        die_in_slot(run, run.start(0), run.start(1), "slot:2")
+        die_in_slot(run, run.start(0), run.start(1), "slot:2", goes_on_to="step:10")
     ends = [run.end(replica) for replica in (0, 1)]
     for same in ("digest", "step", "epoch", "val_losses"):
         assert ends[0][same] == ends[1][same]
 
 
-def die_in_slot(run: Run, zero: Process, one: Process, slot: str) -> None:
-    """Replica 1 is killed where both are held in `slot`, and is started again; both end."""
+def die_in_slot(run: Run, zero: Process, one: Process, slot: str, *, goes_on_to: str = "") -> None:
+    """Replica 1 is killed where both are held in `slot`, and is started again; both end. `goes_on_to`: a place to
+    which the other comes by itself."""
     for name in (0, 1):
         run.until_held(name, slot)
     revoked = run.events(0, "revoked")
@@ -394,6 +395,9 @@ def die_in_slot(run: Run, zero: Process, one: Process, slot: str) -> None:
     run.wait(one, code=-signal.SIGKILL)
     run.until(lambda: run.events(0, "revoked") > revoked, "replica 0 to hear of the death")
     run.go(slot)
+    if goes_on_to:
+        run.until_held(0, goes_on_to)
+        run.go(goes_on_to)
     run.wait(zero, run.start(1))
 
 
