@@ -218,8 +218,7 @@ class Session:
         soon = time.monotonic() + max(self._options.timeouts.heartbeat_timeout_s, LOCAL_PATIENCE_S)
         if soon < deadline and not self.control.await_connected(soon):
             self._tell_of_silence(deadline - time.monotonic())
-        if not self.control.await_connected(deadline):
-            self.close()
+        if not self.control.await_connected(deadline):  # a later call may find one
             raise LighthouseUnavailable(
                 f"no lighthouse answers at {self.lighthouse} within {limit_s:g} s: start one "
                 "with `lighthouse --bind tcp://0.0.0.0:29510` and set TORCHFT_LIGHTHOUSE to "

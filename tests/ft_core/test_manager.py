@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.errors import QuorumUnavailable, StepInDoubt, TooManyDiscards
+from ft_core.launch.rank_group import free_port
 from ft_core.manager import Manager, WorldSizeMode
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.shell import session
@@ -592,10 +593,17 @@ def test_one_that_only_tries_to_begin_does_not_wait_for_another_quorum(monkeypat
 
 
 def test_no_lighthouse_is_one_sentence():
-    a = Replica("tcp://127.0.0.1:9", "r0", connect_timeout=timedelta(seconds=0.5))
-    with pytest.raises(LighthouseUnavailable, match="127.0.0.1:9 within 0.5 s.*lighthouse --bind"):
+    """And it may be started after that: each later call of a loop that catches this raised ValueError."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    a = Replica(address, "r0", connect_timeout=timedelta(seconds=0.5))
+    with pytest.raises(LighthouseUnavailable, match=f"{address} within 0.5 s.*lighthouse --bind"):
         a.manager.start_quorum()
-    a.close()
+    with pytest.raises(LighthouseUnavailable, match="has been away for 0.5 s"):
+        a.manager.start_quorum()
+    with lighthouse(bind=address):
+        assert a.manager._attempts.session.control.await_connected(None)
+        a.run_to(1)
+        a.close()
 
 
 def test_a_lighthouse_that_stays_away_costs_the_connect_timeout_also_where_peers_may_be_late(
