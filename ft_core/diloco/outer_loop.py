@@ -273,19 +273,20 @@ class OuterLoop:
         """
         self._loop_thread = threading.get_ident()
         manager = self._manager
+        self._open = False  # also where this raises: a loop may catch that, and come here again
         if not patient:
             self._open = manager.try_start_quorum()
-        else:
-            self._open = not manager.left()
-            if self._open:
-                manager.start_quorum()
+        elif not manager.left():
+            manager.start_quorum()
+            self._open = True
         return self._open
 
     def _restart(self) -> None:
         """Open another attempt in the same slot; this one has failed before its launch."""
+        self._open = False
         self._manager.should_commit()
-        self._open = True
         self._manager.start_quorum()
+        self._open = True
 
     # ------------------------------------------------------------------ launch
 

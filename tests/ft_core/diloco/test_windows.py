@@ -9,6 +9,7 @@ import pytest
 from ft_core.diloco.diloco import DiLoCo, LocalSGD
 from ft_core.diloco.schedule import Windows
 from ft_core.process_group import ProcessGroupError
+from lighthouse.errors import LighthouseUnavailable
 from tests.ft_core.diloco.members import Trainer
 from tests.harness.cluster import lighthouse
 
@@ -108,6 +109,27 @@ def test_a_member_that_enters_at_a_peers_place_does_what_is_due_there() -> None:
         with loop:
             assert (loop.local_step, member.manager.current_step()) == (0, 1)
         member.close()
+
+
+def test_one_that_found_no_quorum_may_be_entered_again() -> None:
+    """By a loop that has caught that. It took its slot for begun, and sent at the slot's end without a quorum."""
+    with lighthouse() as server:
+        member = Trainer(server.address(), 0, LocalSGD, sync_every=2)
+        start, calls = member.manager.start_quorum, []
+
+        def unavailable_once(*args: Any, **kwargs: Any) -> None:
+            calls.append(args)
+            if len(calls) == 1:
+                raise LighthouseUnavailable("no lighthouse answers")
+            start(*args, **kwargs)
+
+        member.manager.start_quorum = unavailable_once  # type: ignore[method-assign]
+        with pytest.raises(LighthouseUnavailable):
+            member.loop.__enter__()
+        assert not member.loop.in_slot
+        member.run(2)
+        assert member.manager.current_step() == 1
+        assert len(calls) == 2
 
 
 def test_a_member_that_took_a_peers_place_sends_in_a_sync() -> None:
