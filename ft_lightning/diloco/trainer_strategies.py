@@ -151,9 +151,7 @@ class InnerDriver:
             if outcome is None or outcome is before:
                 return False
             self.last_committed, self.control = outcome.committed, outcome.control
-            if (
-                self.algorithm.in_slot
-            ):  # else it is in another quorum, or heals, behind the next inner step
+            if self.algorithm.in_slot:  # else behind the next inner step, where it may wait or heal
                 self._on_quorum()
             return True
         finally:
