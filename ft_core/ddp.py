@@ -47,7 +47,8 @@ _REFUSED = {
     "process_group": "the manager's process group is used",
     "device_mesh": "the manager's process group is used",
     "static_graph": "its first step has other collectives, and a restarted replica is in its first"
-    " step when the others are not",
+    " step when the others are not: leave it out, or set find_unused_parameters=True if parameters get"
+    " no gradients",
     "mixed_precision": "use torch.autocast",
     "delay_all_reduce_named_params": "gradients are reduced during backward",
     "param_to_hook_all_reduce": "gradients are reduced during backward",

@@ -87,6 +87,12 @@ def test_communication_hooks_are_refused() -> None:
         accelerator(kwargs_handlers=[kwargs])
 
 
+def test_a_static_graph_is_refused_with_what_takes_its_place() -> None:
+    mine = accelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
+    with pytest.raises(ValueError, match="leave it out, or set find_unused_parameters=True if"):
+        mine.prepare(torch.nn.Linear(2, 1))
+
+
 def test_what_is_unfrozen_and_would_not_be_averaged_is_refused() -> None:
     """Frozen when the model is prepared. One that no optimizer trains may get gradients, and so may one that was
     frozen later."""
