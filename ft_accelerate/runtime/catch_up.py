@@ -89,8 +89,9 @@ class CatchUp:
         if "long" in self._told or not waited or not speed or distance / speed < TELL_S:
             return ""
         self._told.add("long")
+        rate = f"{speed:,.0f}" if speed >= 1 else f"{speed:.1g}"
         return (
-            f"is about {distance:,} batches behind: at {speed:,.0f} a second it is back in "
+            f"is about {distance:,} batches behind: at {rate} a second it is back in "
             f"{distance / speed:,.0f} s"
         )
 

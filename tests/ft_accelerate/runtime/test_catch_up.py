@@ -83,6 +83,17 @@ def test_a_long_catching_up_is_foretold_once() -> None:
     assert catch_up.news(at + 1) == ""
 
 
+def test_less_than_a_batch_a_second_is_not_said_to_be_none() -> None:
+    """As where the first batch of a process that comes back is compiled."""
+    position = behind(18)
+    catch_up = CatchUp(position, measures=True, longest_s=15.0)
+    catch_up.joined(0.0)
+    position.batches = 1
+    assert catch_up.news(4.0).endswith(
+        "about 17 batches behind: at 0.2 a second it is back in 68 s"
+    )
+
+
 def test_a_past_that_is_one_window_is_answered_from_memory_but_for_its_end() -> None:
     position = one_window(100)
     catch_up = CatchUp(position, measures=True, longest_s=15.0)
