@@ -94,7 +94,9 @@ class OuterLoop:
         self._torn = False  # a heal is overwriting the global state
         self._local_step = 0
         self._syncs = False  # in `sync`
-        self._to_sync = 0
+        self.to_sync = 0
+        """Outer steps that are left of the `sync` under way; 0: of none. While a state is loaded, a member that
+        takes its peer's place sets it to the peer's: its own `sync` is then the rest of that one. The loop's thread."""
         self._moved = False  # it has taken a peer's place in the data, where something else is due
         self._sent: OuterReduce | None = None  # the fragment that is on its way
         self._loop_thread = threading.get_ident()
@@ -168,16 +170,16 @@ class OuterLoop:
             raise RuntimeError(f"sync() works inside `with {type(self).__name__}(...)` only")
         committed, self._syncs = True, True
         self._moved = False  # wherever it is by now, this is due
-        self._to_sync = self._to_sync or len(self._fragments) + (self._sent is not None)
+        self.to_sync = self.to_sync or len(self._fragments) + (self._sent is not None)
         try:
-            while self._to_sync:
+            while self.to_sync:
                 if self._sent is None:
-                    if not (self._open or self._open_slot()) or not self._to_sync:
+                    if not (self._open or self._open_slot()) or not self.to_sync:
                         break
                     self._launch()
                 committed = self._apply() and committed
         finally:
-            self._syncs, self._to_sync = False, 0
+            self._syncs, self.to_sync = False, 0
         return committed and not self._manager.left()
 
     def add_samples(self, samples: int) -> None:
@@ -210,17 +212,6 @@ class OuterLoop:
     def local_step(self, steps: int) -> None:
         self._local_step, self._moved = steps, not self._syncs
 
-    @property
-    def to_sync(self) -> int:
-        """Outer steps that are left of the `sync` under way; 0: of none. While a state is loaded, a member that
-        takes its peer's place sets it to the peer's: its own `sync` is then the rest of that one. It has made none of
-        it otherwise, and has all of it to make."""
-        return self._to_sync
-
-    @to_sync.setter
-    def to_sync(self, steps: int) -> None:
-        self._to_sync = steps
-
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: the global parameters and buffers, and the outer optimizer's state.
 
@@ -245,7 +236,7 @@ class OuterLoop:
         refuse_unfrozen(self._frozen, self._inner, f"when {type(self).__name__} was made", UNFREEZE)
         self._windows.inner_step()
         self._local_step += 1
-        self._to_sync = 0  # the loop was not at the end of a peer's, after all
+        self.to_sync = 0  # the loop was not at the end of a peer's, after all
         if not self._open and not self._open_slot():
             return
         self._do_what_is_due()
@@ -362,14 +353,14 @@ class OuterLoop:
         relaunches = RELAUNCHES if self._keep else 0
         while not committed and relaunches and self._open_slot():
             relaunches -= 1
-            if self._syncs and not self._to_sync:
+            if self._syncs and not self.to_sync:
                 return True  # it has healed: its peers have made the last one
             if not self._moved:
                 self._launch()
             if self._moved:
                 return False
             committed = self._complete()
-        self._local_step, self._to_sync = 0, max(0, self._to_sync - 1)
+        self._local_step, self.to_sync = 0, max(0, self.to_sync - 1)
         self._open_slot(patient=False)
         return committed
 
@@ -399,7 +390,7 @@ class OuterLoop:
         """The end of the step. Tests put their faults in front of it.
 
         One that joins within a `sync` would go on to its own next slot, and miss the rest."""
-        more_follow = self._syncs and self._to_sync > 1
+        more_follow = self._syncs and self.to_sync > 1
         return self._manager.should_commit(control=self.control(), admits=not more_follow)
 
     def _finish(self, sent: OuterReduce) -> None:

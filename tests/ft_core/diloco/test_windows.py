@@ -62,26 +62,36 @@ def test_unknown_unit() -> None:
         Windows(1, 10, "often")
 
 
+def heal_next(member: Trainer, **place: int) -> None:
+    """The next quorum that it joins loads a peer's state, which names this place of its loop."""
+    start = member.manager.start_quorum
+
+    def healed(*args: Any, **kwargs: Any) -> None:
+        start(*args, **kwargs)
+        member.manager.start_quorum = start  # type: ignore[method-assign]
+        for name, value in place.items():
+            setattr(member.loop, name, value)
+
+    member.manager.start_quorum = healed  # type: ignore[method-assign]
+
+
+def evict(member: Trainer) -> None:
+    member.manager.rejoin("evicted", discard_state=False)
+    member.loop._open = False  # as after a vote that discards
+
+
 @pytest.mark.parametrize("when", ["slot begins", "window is sent again"])
 def test_a_member_that_takes_a_peers_place_goes_on_from_there(when: str) -> None:
     """It counts no inner step twice, and sends nothing before its peers do."""
     with lighthouse() as server:
         member = Trainer(server.address(), 0, LocalSGD, sync_every=4, keep_windows=True)
         loop, manager = member.loop, member.manager
-        start, places = manager.start_quorum, [2]
-
-        def healed(*args: Any, **kwargs: Any) -> None:
-            start(*args, **kwargs)
-            if places:
-                loop.local_step = places.pop()  # as a load does, of a state within a window
-
         with loop:
             for _ in range(4 if when == "slot begins" else 3):
                 member.inner_step()
-            manager.start_quorum = healed  # type: ignore[method-assign]
+            heal_next(member, local_step=2)  # within a window
             if when == "slot begins":
-                manager.rejoin("evicted", discard_state=False)
-                loop._open = False  # as after a vote that discards
+                evict(member)
             else:
                 manager.report_error(ProcessGroupError("a peer has died"))
             before = manager.current_step()
@@ -98,15 +108,8 @@ def test_a_member_that_enters_at_a_peers_place_does_what_is_due_there() -> None:
     """The peer waits in its outer step for this member, which must not make an inner step first."""
     with lighthouse() as server:
         member = Trainer(server.address(), 0, LocalSGD, sync_every=4, keep_windows=True)
-        loop, start = member.loop, member.manager.start_quorum
-
-        def healed(*args: Any, **kwargs: Any) -> None:
-            start(*args, **kwargs)
-            if not member.manager.current_step():
-                loop.local_step = 4  # as a load does, of a state behind a slot's last inner step
-
-        member.manager.start_quorum = healed  # type: ignore[method-assign]
-        with loop:
+        heal_next(member, local_step=4)  # behind a slot's last inner step
+        with member.loop as loop:
             assert (loop.local_step, member.manager.current_step()) == (0, 1)
         member.close()
 
@@ -155,19 +158,11 @@ def test_a_member_that_heals_in_a_sync_makes_what_is_left_of_its_peers(
         options = {"sync_every": 6, "fragments": 3, "keep_windows": True}
         member = Trainer(server.address(), 0, DiLoCo, **options)
         loop, manager = member.loop, member.manager
-        start = manager.start_quorum
-
-        def healed(*args: Any, **kwargs: Any) -> None:
-            start(*args, **kwargs)
-            manager.start_quorum = start  # type: ignore[method-assign]
-            loop.local_step, loop.to_sync = 0, left  # as a load does
-
         with loop:
             member.inner_step()
-            manager.start_quorum = healed  # type: ignore[method-assign]
+            heal_next(member, local_step=0, to_sync=left)
             if when == "slot begins":
-                manager.rejoin("evicted", discard_state=False)
-                loop._open = False  # as after a vote that discards
+                evict(member)
             else:
                 loop._launch()
                 manager.report_error(ProcessGroupError("a peer has died"))
